@@ -1,0 +1,468 @@
+"""Configuration: typed, frozen, validated. Imports no jax, so that `fbt --help` and bad input stay fast.
+
+A config file under `configs/` has `get_config()`, which returns a locked `ml_collections.ConfigDict` (start from
+`default_config()`); `--config.section.key=value` overrides it; `from_config_dict` turns it into the dataclasses below,
+strictly: every key must exist, have the right type and pass its check, or one ValueError names the key, its value and
+what is allowed. Defaults are the paper's 1B recipe (method.md section 6); lengths are in tokens, rates per optimizer step.
+"""
+
+import ast
+import dataclasses
+import difflib
+import runpy
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from ml_collections import config_dict
+
+# Phases of the paper's three runs (method.md section 3). Each phase is (start, probabilities of 1..K passes);
+# start is a fraction of the run's steps if a float below 1, a step if an int.
+Phases = tuple[tuple[float | int, tuple[float, ...]], ...]
+PHASE_PRESETS: dict[str, Phases] = {
+    'one_pass': ((0, (1.0,)),),
+    'progressive_75_22_3': ((0, (1.0,)), (0.75, (0.0, 1.0)), (0.97, (0.0, 0.0, 1.0))),
+    'late_75_22_3': ((0, (1.0,)), (0.5, (0.5, 0.44, 0.06))),
+    'constant_75_22_3': ((0, (0.75, 0.22, 0.03)),),
+    'progressive_75_0_25': ((0, (1.0,)), (0.75, (0.0, 0.0, 1.0))),
+    'late_75_0_25': ((0, (1.0,)), (0.5, (0.5, 0.0, 0.5))),
+    'constant_75_0_25': ((0, (0.75, 0.0, 0.25)),),
+    'progressive_75_25_0': ((0, (1.0,)), (0.75, (0.0, 1.0))),
+    'late_75_25_0': ((0, (1.0,)), (0.5, (0.5, 0.5))),
+    'constant_75_25_0': ((0, (0.75, 0.25)),),
+}
+FUSIONS = ('gated', 'add', 'concat', 'none')
+REMAT = ('nothing', 'dots', 'per_layer')
+DTYPES = ('auto', 'bfloat16', 'float32', 'float64')
+SOURCES = ('austen', 'word_problem')
+TOKENIZERS = ('bytes', 'bpe')
+
+
+def _require(ok: bool, key: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f'{key} = {value!r}: {allowed}')
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where rows come from. `batch_size` counts rows per optimizer step over all hosts and micro-batches."""
+
+    source: str = 'austen'
+    tokenizer: str = 'bpe'
+    seq_len: int = 8192
+    batch_size: int = 36
+
+    def __post_init__(self) -> None:
+        _require(self.source in SOURCES, 'data.source', self.source, f'must be one of {", ".join(SOURCES)}')
+        _require(
+            self.tokenizer in TOKENIZERS, 'data.tokenizer', self.tokenizer, f'must be one of {", ".join(TOKENIZERS)}'
+        )
+        _require(self.seq_len >= 2, 'data.seq_len', self.seq_len, 'must be at least 2')
+        _require(self.batch_size >= 1, 'data.batch_size', self.batch_size, 'must be at least 1')
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The stack of method.md section 6. `vocab_size` None means the tokenizer's; `window` 0 means full attention everywhere."""
+
+    vocab_size: int | None = None
+    width: int = 1536
+    num_layers: int = 24
+    num_heads: int = 16
+    num_kv_heads: int = 8
+    mlp_width: int = 6656
+    window: int = 2048
+    full_attention_every: int = 6
+    rope_theta: float = 10_000.0
+    fusion: str = 'gated'
+    dtype: str = 'auto'
+    remat: str = 'per_layer'
+
+    def __post_init__(self) -> None:
+        for name in ('width', 'num_layers', 'num_heads', 'num_kv_heads', 'mlp_width', 'full_attention_every'):
+            _require(getattr(self, name) >= 1, f'model.{name}', getattr(self, name), 'must be at least 1')
+        if self.vocab_size is not None:
+            _require(self.vocab_size >= 2, 'model.vocab_size', self.vocab_size, 'must be at least 2')
+        _require(
+            self.width % self.num_heads == 0,
+            'model.width',
+            self.width,
+            f'must be divisible by model.num_heads = {self.num_heads}; '
+            f'the nearest is {max(1, round(self.width / self.num_heads)) * self.num_heads}',
+        )
+        _require(
+            self.head_dim % 2 == 0,
+            'model.width',
+            self.width,
+            f'gives heads of width {self.head_dim}, but RoPE needs an even one',
+        )
+        divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+        _require(
+            self.num_kv_heads in divisors,
+            'model.num_kv_heads',
+            self.num_kv_heads,
+            f'must divide model.num_heads = {self.num_heads}: one of {", ".join(map(str, divisors))}',
+        )
+        _require(self.window >= 0, 'model.window', self.window, 'must be 0 (full attention) or a number of keys')
+        _require(
+            not self.window or self.num_layers % self.full_attention_every == 0,
+            'model.full_attention_every',
+            self.full_attention_every,
+            f'must divide model.num_layers = {self.num_layers} when model.window is set, '
+            'so that the last layer sees the whole context',
+        )
+        _require(self.rope_theta > 0, 'model.rope_theta', self.rope_theta, 'must be positive')
+        _require(self.fusion in FUSIONS, 'model.fusion', self.fusion, f'must be one of {", ".join(FUSIONS)}')
+        _require(self.dtype in DTYPES, 'model.dtype', self.dtype, f'must be one of {", ".join(DTYPES)}')
+        _require(self.remat in REMAT, 'model.remat', self.remat, f'must be one of {", ".join(REMAT)}')
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding matrix: the vocabulary, padded to a multiple of 128."""
+        assert self.vocab_size is not None, 'vocab_size is filled in by `resolve`'
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Keys that each layer sees, itself included; 0 = all of them. The last of every `full_attention_every` is full."""
+        return tuple(0 if (i + 1) % self.full_attention_every == 0 else self.window for i in range(self.num_layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class PassesConfig:
+    """Multi-pass training (method.md section 3). `phases` is a preset's name or ((start, probabilities of 1..K), ...)."""
+
+    phases: str | Phases = 'progressive_75_22_3'
+    loss_weight: float = 1.0
+    prefix_mixin: bool = True
+    jitter: float = 0.02
+
+    def __post_init__(self) -> None:
+        if isinstance(self.phases, str):
+            near = difflib.get_close_matches(self.phases, PHASE_PRESETS, n=1)
+            hint = f'did you mean {near[0]!r}? ' if near else ''
+            _require(
+                self.phases in PHASE_PRESETS,
+                'passes.phases',
+                self.phases,
+                f'{hint}presets are {", ".join(PHASE_PRESETS)}; or give ((start, (p1, p2, ...)), ...)',
+            )
+            object.__setattr__(self, 'phases', PHASE_PRESETS[self.phases])
+        object.__setattr__(self, 'phases', _check_phases(self.phases))
+        _require(self.loss_weight >= 0, 'passes.loss_weight', self.loss_weight, 'must not be negative')
+        _require(self.jitter >= 0, 'passes.jitter', self.jitter, 'must not be negative')
+
+    @property
+    def pass_counts(self) -> tuple[int, ...]:
+        """The pass counts that some phase gives a nonzero probability, ascending: only these are compiled."""
+        return tuple(sorted({k for _, p in self._phases for k, p_k in enumerate(p, start=1) if p_k > 0}))
+
+    @property
+    def max_passes(self) -> int:
+        return self.pass_counts[-1]
+
+    @property
+    def _phases(self) -> Phases:
+        assert not isinstance(self.phases, str), 'names are replaced by their phases at construction'
+        return self.phases
+
+    def phase_steps(self, total_steps: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
+        """((first step, 0-based; probabilities over `pass_counts`), ...) for a run of `total_steps`.
+
+        Later phases win where two begin at the same step, and phases that begin past the end are kept (never reached).
+        """
+        rows = []
+        for start, p in self._phases:
+            step = round(start * total_steps) if isinstance(start, float) else start
+            rows.append((step, tuple(p[k - 1] if k <= len(p) else 0.0 for k in self.pass_counts)))
+        if any(a[0] > b[0] for a, b in zip(rows, rows[1:], strict=False)):
+            raise ValueError(
+                f'passes.phases = {self.phases!r}: starts must not go down; '
+                f'for training.steps = {total_steps} they are {[s for s, _ in rows]}'
+            )
+        return tuple(rows)
+
+
+def _check_phases(phases: Any) -> Phases:
+    form = 'must be ((start, (p1, p2, ...)), ...), start a fraction below 1 (float) or a step (int)'
+    _require(isinstance(phases, tuple | list) and len(phases) > 0, 'passes.phases', phases, form)
+    checked = []
+    for phase in phases:
+        _require(isinstance(phase, tuple | list) and len(phase) == 2, 'passes.phases', phase, form)
+        start, p = phase
+        _require(isinstance(p, tuple | list) and len(p) > 0, 'passes.phases', phase, form)
+        _require(
+            all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1 for x in p),
+            'passes.phases',
+            phase,
+            'probabilities must lie in 0..1',
+        )
+        _require(abs(sum(p) - 1) < 1e-6, 'passes.phases', phase, f'probabilities sum to {sum(p):.6g}, must sum to 1')
+        is_step = isinstance(start, int) and not isinstance(start, bool) and start >= 0
+        _require(is_step or (isinstance(start, float) and 0 <= start < 1), 'passes.phases', phase, form)
+        checked.append((start, tuple(float(x) for x in p)))
+    _require(checked[0][0] == 0, 'passes.phases', phases, 'the first phase must start at 0')
+    return tuple(checked)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """NorMuon for matrices, Adam for the rest, WSD schedule (method.md sections 6 and 9)."""
+
+    matrix_learning_rate: float = 1e-2
+    matrix_weight_decay: float = 0.01
+    normuon_b1: float = 0.95
+    normuon_b2: float = 0.95
+    adam_learning_rate: float = 5e-4
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+    warmup_steps: int = 200
+    decay_fraction: float = 0.25
+    clip_norm: float = 1.0
+    z_loss: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ('matrix_learning_rate', 'adam_learning_rate', 'adam_eps', 'clip_norm'):
+            _require(getattr(self, name) > 0, f'optimizer.{name}', getattr(self, name), 'must be positive')
+        for name in ('matrix_weight_decay', 'warmup_steps', 'z_loss'):
+            _require(getattr(self, name) >= 0, f'optimizer.{name}', getattr(self, name), 'must not be negative')
+        for name in ('normuon_b1', 'normuon_b2', 'adam_b1', 'adam_b2'):
+            _require(0 <= getattr(self, name) < 1, f'optimizer.{name}', getattr(self, name), 'must lie in [0, 1)')
+        _require(
+            0 <= self.decay_fraction <= 1, 'optimizer.decay_fraction', self.decay_fraction, 'must lie in [0, 1]'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """The loop. `*_every` in optimizer steps; `eval_rows` caps the validation rows of one evaluation (0 = all)."""
+
+    steps: int = 333_000
+    microbatches: int = 1
+    log_every: int = 10
+    eval_every: int = 1000
+    eval_rows: int = 0
+    checkpoint_every: int = 1000
+    keep_checkpoints: int = 3
+    profile_steps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ('steps', 'microbatches', 'log_every', 'eval_every', 'checkpoint_every', 'keep_checkpoints'):
+            _require(getattr(self, name) >= 1, f'training.{name}', getattr(self, name), 'must be at least 1')
+        _require(self.eval_rows >= 0, 'training.eval_rows', self.eval_rows, 'must not be negative')
+        p = self.profile_steps
+        _require(
+            not p or (len(p) == 2 and all(isinstance(s, int) for s in p) and 1 <= p[0] <= p[1] <= self.steps),
+            'training.profile_steps',
+            p,
+            f'must be (first, last), both within 1..{self.steps}, or () for none',
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+    """Start from another run's newest checkpoint (key `init.from`). '' = from the initialiser.
+
+    `schedule` and `data` say whether the step count (with the schedules) and the data position go on from the source's
+    or start anew.
+    """
+
+    from_: str = ''
+    optimizer: bool = True
+    schedule: str = 'restart'
+    data: str = 'restart'
+
+    def __post_init__(self) -> None:
+        for name in ('schedule', 'data'):
+            value = getattr(self, name)
+            _require(value in ('restart', 'continue'), f'init.{name}', value, 'must be restart or continue')
+        if not self.from_:
+            for field in dataclasses.fields(self)[1:]:
+                _require(
+                    getattr(self, field.name) == field.default,
+                    f'init.{field.name}',
+                    getattr(self, field.name),
+                    'has no effect without init.from',
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run. Everything random follows from `seed` and the step."""
+
+    seed: int = 0
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    passes: PassesConfig = PassesConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    init: InitConfig = InitConfig()
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.seed < 2**31, 'seed', self.seed, 'must lie in 0..2**31 - 1')
+        _require(
+            self.model.fusion != 'none' or self.passes.max_passes == 1,
+            'passes.phases',
+            self.passes.phases,
+            "more than one pass needs a fusion, but model.fusion = 'none'; use passes.phases = 'one_pass'",
+        )
+        divisors = [n for n in range(1, self.data.batch_size + 1) if self.data.batch_size % n == 0]
+        _require(
+            self.training.microbatches in divisors,
+            'training.microbatches',
+            self.training.microbatches,
+            f'must divide data.batch_size = {self.data.batch_size}: one of {", ".join(map(str, divisors))}',
+        )
+        self.passes.phase_steps(self.training.steps)
+
+
+def _key(field: dataclasses.Field) -> str:
+    return field.name.rstrip('_')  # `init.from` is a Python keyword
+
+
+def default_config() -> config_dict.ConfigDict:
+    """The defaults as a locked ConfigDict: what a config file starts from."""
+    return config_dict.ConfigDict(to_dict(Config(), placeholders=True)).lock()
+
+
+def to_dict(config: Any, *, placeholders: bool = False) -> dict[str, Any]:
+    """Nested plain dict of a config dataclass, with the public key names. `from_dict` is its inverse."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            out[_key(field)] = to_dict(value, placeholders=placeholders)
+        elif placeholders and (value is None or field.name == 'phases'):
+            # A plain None could not be overridden, and phases are a name or a tuple.
+            out[_key(field)] = config_dict.placeholder(int if value is None else object)
+            if value is not None:
+                out[_key(field)].set(value)
+        else:
+            out[_key(field)] = value
+    return out
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """The typed config of a nested dict; ValueError names the first wrong key and the nearest real one."""
+    return _build(Config, values, prefix='')
+
+
+def from_config_dict(config: config_dict.ConfigDict) -> Config:
+    return from_dict(config.to_dict())
+
+
+def _build(cls: Any, values: dict[str, Any], *, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(f'{prefix.rstrip(".")} = {values!r}: must be a section with keys')
+    fields = {_key(f): f for f in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            raise ValueError(unknown_key(prefix + key))
+    hints = typing.get_type_hints(cls)
+    kwargs = {}
+    for key, value in values.items():
+        hint = hints[fields[key].name]
+        if dataclasses.is_dataclass(hint):
+            kwargs[fields[key].name] = _build(hint, value, prefix=f'{prefix}{key}.')
+        else:
+            kwargs[fields[key].name] = _typed(value, hint, prefix + key)
+    return cls(**kwargs)
+
+
+def _typed(value: Any, hint: Any, key: str) -> Any:
+    """`value` as the field's type: ints pass for floats, lists for tuples; nothing else is converted."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    bases = [typing.get_origin(o) or o for o in options]
+    if tuple in bases and isinstance(value, list | tuple):
+        return tuple(value)
+    if bases == [float] and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if (isinstance(value, bool) and bool not in bases) or not isinstance(value, tuple(bases)):
+        names = ' or '.join('none' if b is types.NoneType else b.__name__ for b in bases)
+        raise ValueError(f'{key} = {value!r}: must be of type {names}, not {type(value).__name__}')
+    if isinstance(value, float) and value != value:
+        raise ValueError(f'{key} = {value!r}: must be a number')
+    return value
+
+
+def known_keys(cls: Any = Config, prefix: str = '') -> list[str]:
+    """Dotted names of every key, sections left out."""
+    hints = typing.get_type_hints(cls)
+    keys = []
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        nested = dataclasses.is_dataclass(hint)
+        keys += known_keys(hint, f'{prefix}{_key(field)}.') if nested else [prefix + _key(field)]
+    return keys
+
+
+def unknown_key(key: str) -> str:
+    keys = known_keys()
+    same_leaf = [k for k in keys if k.split('.')[-1] == key.split('.')[-1]]
+    near = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
+    return f'unknown config key {key}; did you mean {near[0]}?'
+
+
+def load_config_file(path: str, overrides: dict[str, str]) -> Config:
+    """The config that `path`'s `get_config()` returns, with `overrides` {dotted key: text} applied, validated.
+
+    Raises ValueError (one line) for a missing or broken file, an unknown key or a bad value.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f'--config={path}: no such file')
+    try:
+        config = runpy.run_path(path)['get_config']()
+    except KeyError:
+        raise ValueError(f'--config={path}: defines no get_config()') from None
+    except Exception as error:
+        raise ValueError(f'--config={path}: {type(error).__name__}: {error}'.replace('\n', ' ')) from error
+    values = config.to_dict() if isinstance(config, config_dict.ConfigDict) else config
+    for key, text in overrides.items():
+        *sections, leaf = key.split('.')
+        if key not in known_keys():
+            raise ValueError(unknown_key(key))
+        target = values
+        for section in sections:
+            target = target[section]
+        target[leaf] = parse_value(text)
+    return from_dict(values)
+
+
+def parse_value(text: str) -> Any:
+    """A Python literal (numbers, tuples, True, None), or else the text itself; `true` and `false` are booleans too."""
+    try:
+        return {'true': True, 'false': False}.get(text) if text in ('true', 'false') else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{dotted key: (old value, new value)} for what differs between two nested config dicts."""
+    flat_old, flat_new = _flat(old), _flat(new)
+    missing = object()
+    return {
+        key: (flat_old.get(key), flat_new.get(key))
+        for key in sorted(flat_old.keys() | flat_new.keys())
+        if flat_old.get(key, missing) != flat_new.get(key, missing)
+    }
+
+
+def _flat(values: dict[str, Any], prefix: str = '') -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f'{prefix}{key}.')
+        else:
+            flat[prefix + key] = _as_lists(value)
+    return flat
+
+
+def _as_lists(value: Any) -> Any:
+    """Tuples as lists, the form that JSON gives back."""
+    return [_as_lists(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,177 @@
+"""The Full-bandwidth Transformer's stack as one pure function of (params, tokens, previous pass's shifted states).
+
+    x = n(u);  per layer:  x += L^-1/2 n_post(attn(n_pre(x)));  x += L^-1/2 n_post'(mlp(n_pre'(x)));  h = n_final(x)
+
+(method.md section 6). Shapes: B rows, T positions, D width, N query heads, M key/value heads, H head width, F MLP width,
+V padded vocabulary, L layers. Parameters are float32 (float64 if asked); norms, softmax and RoPE run in
+promote_types(dtype, float32). How many passes there are and which positions are plain is decided outside, in `passes.py`.
+"""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fbt_jax.config import ModelConfig
+from fbt_jax.model.attention import attention, causal_mask, rope
+from fbt_jax.model.feedback import Fusion
+
+MASKED_LOGIT = -1e30  # of the rows that only pad the vocabulary: exp(MASKED_LOGIT - max) is exactly 0
+# `model.remat`: what the layer scan's backward pass recomputes. None: no rematerialisation at all.
+REMAT_POLICIES = {
+    'nothing': None,
+    'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    'per_layer': jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def compute_dtype(config: ModelConfig) -> jnp.dtype:
+    """`model.dtype`; 'auto' is float32 on CPU, which has no fast bfloat16, and bfloat16 elsewhere."""
+    if config.dtype == 'auto':
+        return jnp.dtype('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
+    return jnp.dtype(config.dtype)
+
+
+def param_dtype(config: ModelConfig) -> jnp.dtype:
+    return jnp.promote_types(compute_dtype(config), jnp.float32)
+
+
+def _norm(config: ModelConfig, name: str) -> nn.RMSNorm:
+    return nn.RMSNorm(epsilon=1e-6, dtype=compute_dtype(config), param_dtype=param_dtype(config), name=name)
+
+
+def _dense(config: ModelConfig, features: int, name: str) -> nn.Dense:
+    return nn.Dense(
+        features,
+        use_bias=False,
+        dtype=compute_dtype(config),
+        param_dtype=param_dtype(config),
+        kernel_init=nn.initializers.variance_scaling(1.0, 'fan_in', 'normal'),
+        name=name,
+    )
+
+
+class Block(nn.Module):
+    """One layer: attention and SwiGLU branches, each normed before and after and scaled by L^-1/2."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, window: jax.Array, positions_BT: jax.Array, causal_BTS: jax.Array
+    ) -> tuple[jax.Array, None]:
+        scale = self.config.num_layers**-0.5
+        branch_BTD = self._attention(
+            _norm(self.config, 'attention_norm')(x_BTD), window=window, positions_BT=positions_BT, causal_BTS=causal_BTS
+        )
+        x_BTD += scale * _norm(self.config, 'attention_post_norm')(branch_BTD)
+        branch_BTD = self._mlp(_norm(self.config, 'mlp_norm')(x_BTD))
+        x_BTD += scale * _norm(self.config, 'mlp_post_norm')(branch_BTD)
+        return x_BTD, None
+
+    def _attention(
+        self, y_BTD: jax.Array, *, window: jax.Array, positions_BT: jax.Array, causal_BTS: jax.Array
+    ) -> jax.Array:
+        c = self.config
+        heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
+        lead = y_BTD.shape[:2]
+        q_BTNH = _dense(c, c.width, 'query')(y_BTD).reshape(*lead, *heads)
+        k_BTMH = _dense(c, c.num_kv_heads * c.head_dim, 'key')(y_BTD).reshape(*lead, *kv_heads)
+        v_BTMH = _dense(c, c.num_kv_heads * c.head_dim, 'value')(y_BTD).reshape(*lead, *kv_heads)
+        rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
+        out_BTNH = attention(
+            rotate(_norm(c, 'query_norm')(q_BTNH)),
+            rotate(_norm(c, 'key_norm')(k_BTMH)),
+            v_BTMH,
+            causal_BTS=causal_BTS,
+            window=window,
+        )
+        gate_BTN = nn.sigmoid(_dense(c, c.num_heads, 'head_gate')(y_BTD))
+        return _dense(c, c.width, 'output')((out_BTNH * gate_BTN[..., None]).reshape(*lead, c.width))
+
+    def _mlp(self, y_BTD: jax.Array) -> jax.Array:
+        c = self.config
+        gate_BTF, up_BTF = _dense(c, c.mlp_width, 'mlp_gate')(y_BTD), _dense(c, c.mlp_width, 'mlp_up')(y_BTD)
+        return _dense(c, c.width, 'mlp_down')(nn.silu(gate_BTF) * up_BTF)
+
+
+class Transformer(nn.Module):
+    """`model.apply({'params': params}, tokens, prev, ...)` -> states; see `__call__`."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        prev_BTD: jax.Array | None = None,
+        *,
+        plain_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """One pass over the rows: the states h after the final norm, which the LM head reads.
+
+        Args:
+          tokens_BT: int, the inputs.
+          prev_BTD: the previous pass's states, already shifted: prev[:, t] = h^{k-1}[:, t-1]. None: an ordinary forward
+            pass, in which every position is plain and the fusion is not computed.
+          plain_BT: bool, True where the input is the plain embedding although `prev_BTD` is given. Default: document starts.
+          positions_BT: int, from 0 within each document's piece. Default: the index in the row.
+          segment_ids_BT: int, which document each position belongs to; no position sees another segment. Default: one.
+
+        Returns:
+          (B, T, D) in the compute dtype.
+
+        Raises:
+          ValueError: previous states are given to a model whose fusion is 'none'.
+        """
+        c = self.config
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        if segment_ids_BT is None:
+            segment_ids_BT = jnp.ones_like(tokens_BT)
+
+        embedding_VD = self.param(
+            'embedding', nn.initializers.normal(c.width**-0.5), (c.padded_vocab_size, c.width), param_dtype(c)
+        )
+        input_norm = _norm(c, 'input_norm')
+        x_BTD = input_norm(embedding_VD[tokens_BT].astype(compute_dtype(c)))
+        if prev_BTD is not None:
+            if plain_BT is None:
+                plain_BT = positions_BT == 0
+            fusion = Fusion(c.fusion, compute_dtype(c), param_dtype(c), name='fusion')
+            fused_BTD = input_norm(fusion(x_BTD, prev_BTD.astype(x_BTD.dtype)))
+            x_BTD = jnp.where(plain_BT[..., None], x_BTD, fused_BTD)
+
+        block = Block
+        if REMAT_POLICIES[c.remat] is not None:
+            # Inside the scan over layers, which already keeps XLA from undoing the rematerialisation.
+            block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
+        layers = nn.scan(
+            block,
+            variable_axes={'params': 0},
+            split_rngs={'params': True},
+            in_axes=(0, nn.broadcast, nn.broadcast),
+            length=c.num_layers,
+        )(c, name='layers')
+        windows_L = jnp.array([w or tokens_BT.shape[1] for w in c.layer_windows], jnp.int32)
+        x_BTD, _ = layers(x_BTD, windows_L, positions_BT, causal_mask(segment_ids_BT))
+        return _norm(c, 'final_norm')(x_BTD)
+
+
+def init_params(model: Transformer, key: jax.Array) -> dict:
+    """Fresh parameters, fusion matrices included where the model has a fusion."""
+    tokens_BT = jnp.zeros((1, 2), jnp.int32)
+    prev_BTD = None if model.config.fusion == 'none' else jnp.zeros((1, 2, model.config.width))
+    return model.init(key, tokens_BT, prev_BTD)['params']
+
+
+def logits(hidden_BTD: jax.Array, embedding_VD: jax.Array, *, vocab_size: int) -> jax.Array:
+    """h E^T, (..., T, V) in promote_types(dtype, float32); entries that only pad the vocabulary are MASKED_LOGIT."""
+    dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
+    logits_BTV = jnp.einsum(
+        '...d,vd->...v', hidden_BTD, embedding_VD.astype(hidden_BTD.dtype), preferred_element_type=dtype
+    )
+    return jnp.where(jnp.arange(embedding_VD.shape[0]) < vocab_size, logits_BTV, MASKED_LOGIT)

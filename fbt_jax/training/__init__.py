@@ -1,0 +1,1 @@
+"""Training: pass schedule, optimizer, step, loop, checkpoints, metrics, FLOP counts."""
