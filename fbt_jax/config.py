@@ -1,14 +1,16 @@
 """Configuration: typed, frozen, validated. Imports no jax, so that `fbt --help` and bad input stay fast.
 
 A config file under `configs/` has `get_config()`, which returns a locked `ml_collections.ConfigDict` (start from
-`default_config()`); `--config.section.key=value` overrides it; `from_config_dict` turns it into the dataclasses below,
-strictly: every key must exist, have the right type and pass its check, or one ValueError names the key, its value and
-what is allowed. Defaults are the paper's 1B recipe (method.md section 6); lengths are in tokens, rates per optimizer step.
+`default_config()`); `--config.section.key=value` overrides it; `from_config_dict` turns it into the dataclasses
+below, strictly: every key must exist, have the right type and pass its check, or one UserError names the key, its
+value and what is allowed. Defaults are the paper's 1B recipe (method.md section 6); lengths are in tokens, rates per
+optimizer step.
 """
 
 import ast
 import dataclasses
 import difflib
+import itertools
 import runpy
 import types
 import typing
@@ -36,12 +38,16 @@ FUSIONS = ('gated', 'add', 'concat', 'none')
 REMAT = ('nothing', 'dots', 'per_layer')
 DTYPES = ('auto', 'bfloat16', 'float32', 'float64')
 SOURCES = ('austen', 'word_problem')
-TOKENIZERS = ('bytes', 'bpe')
+TOKENIZERS = ('bytes', 'bpe', 'none')
+
+
+class UserError(ValueError):
+    """A user's mistake, told in one line with what would be right. Commands exit with status 2."""
 
 
 def _require(ok: bool, key: str, value: object, allowed: str) -> None:
     if not ok:
-        raise ValueError(f'{key} = {value!r}: {allowed}')
+        raise UserError(f'{key} = {value!r}: {allowed}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +64,19 @@ class DataConfig:
         _require(
             self.tokenizer in TOKENIZERS, 'data.tokenizer', self.tokenizer, f'must be one of {", ".join(TOKENIZERS)}'
         )
+        _require(
+            (self.tokenizer == 'none') == (self.source == 'word_problem'),
+            'data.tokenizer',
+            self.tokenizer,
+            f"must be 'none' for rows that are not text, and only there (data.source = {self.source!r})",
+        )
         _require(self.seq_len >= 2, 'data.seq_len', self.seq_len, 'must be at least 2')
         _require(self.batch_size >= 1, 'data.batch_size', self.batch_size, 'must be at least 1')
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The stack of method.md section 6. `vocab_size` None means the tokenizer's; `window` 0 means full attention everywhere."""
+    """The stack of method.md section 6. `vocab_size` None: the tokenizer's; `window` 0: full attention everywhere."""
 
     vocab_size: int | None = None
     width: int = 1536
@@ -129,13 +141,13 @@ class ModelConfig:
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
-        """Keys that each layer sees, itself included; 0 = all of them. The last of every `full_attention_every` is full."""
+        """Keys that each layer sees, itself included; 0 = all. The last of every `full_attention_every` is full."""
         return tuple(0 if (i + 1) % self.full_attention_every == 0 else self.window for i in range(self.num_layers))
 
 
 @dataclasses.dataclass(frozen=True)
 class PassesConfig:
-    """Multi-pass training (method.md section 3). `phases` is a preset's name or ((start, probabilities of 1..K), ...)."""
+    """Multi-pass training (method.md section 3). `phases`: a preset's name or ((start, probabilities of 1..K), ...)."""
 
     phases: str | Phases = 'progressive_75_22_3'
     loss_weight: float = 1.0
@@ -180,8 +192,8 @@ class PassesConfig:
         for start, p in self._phases:
             step = round(start * total_steps) if isinstance(start, float) else start
             rows.append((step, tuple(p[k - 1] if k <= len(p) else 0.0 for k in self.pass_counts)))
-        if any(a[0] > b[0] for a, b in zip(rows, rows[1:], strict=False)):
-            raise ValueError(
+        if any(a[0] > b[0] for a, b in itertools.pairwise(rows)):
+            raise UserError(
                 f'passes.phases = {self.phases!r}: starts must not go down; '
                 f'for training.steps = {total_steps} they are {[s for s, _ in rows]}'
             )
@@ -234,9 +246,7 @@ class OptimizerConfig:
             _require(getattr(self, name) >= 0, f'optimizer.{name}', getattr(self, name), 'must not be negative')
         for name in ('normuon_b1', 'normuon_b2', 'adam_b1', 'adam_b2'):
             _require(0 <= getattr(self, name) < 1, f'optimizer.{name}', getattr(self, name), 'must lie in [0, 1)')
-        _require(
-            0 <= self.decay_fraction <= 1, 'optimizer.decay_fraction', self.decay_fraction, 'must lie in [0, 1]'
-        )
+        _require(0 <= self.decay_fraction <= 1, 'optimizer.decay_fraction', self.decay_fraction, 'must lie in [0, 1]')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +359,7 @@ def to_dict(config: Any, *, placeholders: bool = False) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """The typed config of a nested dict; ValueError names the first wrong key and the nearest real one."""
+    """The typed config of a nested dict; UserError names the first wrong key and the nearest real one."""
     return _build(Config, values, prefix='')
 
 
@@ -359,11 +369,11 @@ def from_config_dict(config: config_dict.ConfigDict) -> Config:
 
 def _build(cls: Any, values: dict[str, Any], *, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise ValueError(f'{prefix.rstrip(".")} = {values!r}: must be a section with keys')
+        raise UserError(f'{prefix.rstrip(".")} = {values!r}: must be a section with keys')
     fields = {_key(f): f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
-            raise ValueError(unknown_key(prefix + key))
+            raise UserError(unknown_key(prefix + key))
     hints = typing.get_type_hints(cls)
     kwargs = {}
     for key, value in values.items():
@@ -385,9 +395,9 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
         return float(value)
     if (isinstance(value, bool) and bool not in bases) or not isinstance(value, tuple(bases)):
         names = ' or '.join('none' if b is types.NoneType else b.__name__ for b in bases)
-        raise ValueError(f'{key} = {value!r}: must be of type {names}, not {type(value).__name__}')
+        raise UserError(f'{key} = {value!r}: must be of type {names}, not {type(value).__name__}')
     if isinstance(value, float) and value != value:
-        raise ValueError(f'{key} = {value!r}: must be a number')
+        raise UserError(f'{key} = {value!r}: must be a number')
     return value
 
 
@@ -412,21 +422,21 @@ def unknown_key(key: str) -> str:
 def load_config_file(path: str, overrides: dict[str, str]) -> Config:
     """The config that `path`'s `get_config()` returns, with `overrides` {dotted key: text} applied, validated.
 
-    Raises ValueError (one line) for a missing or broken file, an unknown key or a bad value.
+    Raises UserError for a missing or broken file, an unknown key or a bad value.
     """
     if not Path(path).is_file():
-        raise ValueError(f'--config={path}: no such file')
+        raise UserError(f'--config={path}: no such file')
     try:
         config = runpy.run_path(path)['get_config']()
     except KeyError:
-        raise ValueError(f'--config={path}: defines no get_config()') from None
+        raise UserError(f'--config={path}: defines no get_config()') from None
     except Exception as error:
-        raise ValueError(f'--config={path}: {type(error).__name__}: {error}'.replace('\n', ' ')) from error
+        raise UserError(f'--config={path}: {type(error).__name__}: {error}'.replace('\n', ' ')) from error
     values = config.to_dict() if isinstance(config, config_dict.ConfigDict) else config
     for key, text in overrides.items():
         *sections, leaf = key.split('.')
         if key not in known_keys():
-            raise ValueError(unknown_key(key))
+            raise UserError(unknown_key(key))
         target = values
         for section in sections:
             target = target[section]

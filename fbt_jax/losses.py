@@ -2,9 +2,9 @@
 
     nll = log Z - logit[target],   log Z = logsumexp over the real vocabulary of h E^T
 
-The logits exist for one chunk of positions at a time, (B, C, V), forward and backward; the backward pass recomputes them from
-the states and log Z. Everything accumulates in promote_types(dtype, float32). z-loss (method.md section 9) needs no code of its
-own: log Z is an output, differentiable like nll.
+The logits exist for one chunk of positions at a time, (B, C, V), forward and backward; the backward pass recomputes
+them from the states and log Z. Everything accumulates in promote_types(dtype, float32). z-loss (method.md section 9)
+needs no code of its own: log Z is an output, differentiable like nll.
 """
 
 from functools import partial

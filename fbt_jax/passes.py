@@ -3,9 +3,9 @@
     pass 1:  u^1_t = e_t
     pass k:  u^k_t = fuse(e_t, h^{k-1}_{t-1}),  plain at t <= p of each document;   h^k = stack(n(u^k))
 
-One `lax.scan` over the passes, whose body serves pass 1 too (there every position is plain). What a pass yields (losses, update
-norms) is computed inside it, so nothing of shape (K, B, T, ...) is kept except what the gradient needs.
-Shapes: K passes, B rows, T positions, D width. Training, evaluation and diagnosis call `multi_pass`.
+One `lax.scan` over the passes, whose body serves pass 1 too (there every position is plain). What a pass yields
+(losses, update norms) is computed inside it, so nothing of shape (K, B, T, ...) is kept except what the gradient
+needs. Shapes: K passes, B rows, T positions, D width. Training, evaluation and diagnosis call `multi_pass`.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from fbt_jax.batch import Batch
 
-# Purposes of random keys: every key is fold_in of (seed, step, purpose, pass, row), so nothing random is ever stored and neither
-# accumulation nor the mesh changes what a row draws.
-PURPOSE_PASS_COUNT, PURPOSE_PREFIX, PURPOSE_JITTER = range(3)
+# Purposes of random keys: every key is fold_in of (seed, step, purpose, pass, row), so nothing random is ever stored
+# and neither accumulation nor the mesh changes what a row draws.
+PURPOSE_PASS_COUNT, PURPOSE_PREFIX, PURPOSE_JITTER, PURPOSE_INIT = range(4)
 
 
 class Noise(NamedTuple):
@@ -48,7 +48,7 @@ def shift(hidden_BTD: jax.Array) -> jax.Array:
 
 
 def prefix_mask(key: jax.Array, batch: Batch, rows_B: jax.Array) -> jax.Array:
-    """(B, T) bool: the positions t <= p of each document's piece, p uniform on 1..n (n the piece's length), drawn per piece."""
+    """(B, T) bool: the positions t <= p of each document's piece, p uniform on 1..n, n its length."""
     seq_len = batch.tokens.shape[1]
 
     def one_row(row: jax.Array, segment_ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
@@ -80,8 +80,8 @@ def multi_pass(
 ) -> MultiPass:
     """Iterates the feedback map for `num_passes` passes over the whole rows; gradients run through all of them.
 
-    With `noise` None and p the document's first token, the first k positions of each document after k passes are exactly those
-    of the sequential recurrence.
+    With `noise` None and p the document's first token, the first k positions of each document after k passes are
+    exactly those of the sequential recurrence.
 
     Args:
       model: the `Transformer`; `params` its parameters.

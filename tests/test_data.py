@@ -97,6 +97,7 @@ def test_batches_arrays_and_special_tokens(name):
 
 def test_bytes_are_bytes():
     assert ByteTokenizer().encode('aé') == [97, 0xC3, 0xA9]
+    assert ByteTokenizer().decode([97, 255, 98, 257]) == 'a\ufffdb'
     assert (ByteTokenizer().bos_id, ByteTokenizer().eos_id, ByteTokenizer().vocab_size) == (256, 257, 258)
 
 

@@ -1,9 +1,10 @@
 """Causal self-attention over packed rows, with sliding windows and grouped queries (method.md section 6).
 
-    attn: q, k = rope(n_q(W_q y)), rope(n_k(W_k y)) per head; softmax(q k / sqrt(H)) v; each head times sigmoid(W_g y)_head
+    attn: q, k = rope(n_q(W_q y)), rope(n_k(W_k y)) per head; softmax(q k / sqrt(H)) v; each head times sigmoid(W_g
+    y)_head
 
-Shapes: B rows, T query and S key positions (S = T), N query heads, M key/value heads (N/M queries share one), H head width.
-A window of w lets position t see keys t-w+1..t, itself included, within its own segment.
+Shapes: B rows, T query and S key positions (S = T), N query heads, M key/value heads (N/M queries share one), H head
+width. A window of w lets position t see keys t-w+1..t, itself included, within its own segment.
 """
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, *, theta: float) -> jax.Array:
-    """Rotates each pair (i, i + H/2) by positions * theta^(-2i/H) radians. Angles in float32 at least; dtype of x kept."""
+    """Rotates each pair (i, i + H/2) by positions * theta^(-2i/H) radians, in float32 at least; keeps x's dtype."""
     half = x_BTNH.shape[-1] // 2
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
     frequency_h = theta ** (-jnp.arange(half, dtype=dtype) / half)

@@ -1,8 +1,9 @@
-"""Latent feedback: the map that turns the previous position's top state into this position's input (method.md section 2).
+"""Latent feedback: the map that turns the previous position's top state into this position's input (method.md section
+2).
 
-    gated (eq. 4):  fuse(e_t, h_{t-1}) = (W_U h_{t-1}) * sigmoid(W_G n(e_t))     the state is the value, the token only gates
-    add:            n(e_t) + W h_{t-1}                                           ablation
-    concat:         W [n(e_t); h_{t-1}]                                          ablation
+    gated (eq. 4):  fuse(e_t, h_{t-1}) = (W_U h_{t-1}) * sigmoid(W_G n(e_t))     the state is the value, the token
+    only gates add:            n(e_t) + W h_{t-1}                                           ablation concat:         W
+    [n(e_t); h_{t-1}]                                          ablation
 
 With h = 0 the gated input is exactly 0: no additive path lets a model switch the state off. Shapes: (B, T, D).
 """

@@ -2,9 +2,10 @@
 
     x = n(u);  per layer:  x += L^-1/2 n_post(attn(n_pre(x)));  x += L^-1/2 n_post'(mlp(n_pre'(x)));  h = n_final(x)
 
-(method.md section 6). Shapes: B rows, T positions, D width, N query heads, M key/value heads, H head width, F MLP width,
-V padded vocabulary, L layers. Parameters are float32 (float64 if asked); norms, softmax and RoPE run in
-promote_types(dtype, float32). How many passes there are and which positions are plain is decided outside, in `passes.py`.
+(method.md section 6). Shapes: B rows, T positions, D width, N query heads, M key/value heads, H head width, F MLP
+width, V padded vocabulary, L layers. Parameters are float32 (float64 if asked); norms, softmax and RoPE run in
+promote_types(dtype, float32). How many passes there are and which positions are plain is decided outside, in
+`passes.py`.
 """
 
 from functools import partial
@@ -117,9 +118,10 @@ class Transformer(nn.Module):
           tokens_BT: int, the inputs.
           prev_BTD: the previous pass's states, already shifted: prev[:, t] = h^{k-1}[:, t-1]. None: an ordinary forward
             pass, in which every position is plain and the fusion is not computed.
-          plain_BT: bool, True where the input is the plain embedding although `prev_BTD` is given. Default: document starts.
-          positions_BT: int, from 0 within each document's piece. Default: the index in the row.
-          segment_ids_BT: int, which document each position belongs to; no position sees another segment. Default: one.
+          plain_BT: bool, True where the input is the plain embedding although `prev_BTD` is given. Default: document
+          starts. positions_BT: int, from 0 within each document's piece. Default: the index in the row.
+          segment_ids_BT: int, which document each position belongs to; no position sees another segment. Default:
+          one.
 
         Returns:
           (B, T, D) in the compute dtype.

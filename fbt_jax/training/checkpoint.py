@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,10 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 # What says nothing about the bytes on disk: with these a step is neither called damaged nor moved away.
 _NOT_DAMAGE = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
+_NOT_DAMAGE_STATUS = ('UNAVAILABLE', 'DEADLINE_EXCEEDED', 'PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED')
 _TREES = {'params': ('params',), 'params+opt_state': ('params', 'opt_state')}
 
 
@@ -36,20 +39,26 @@ logging.getLogger('absl').addFilter(lambda record: 'orbax' not in record.pathnam
 @contextlib.contextmanager
 def _quiet_failures() -> Iterator[None]:
     """Hides the pages of traceback that the abandoned reads of a damaged step print beside the error that is raised."""
-    hook = sys.unraisablehook
+    hook, asyncio_log = sys.unraisablehook, logging.getLogger('asyncio')
 
-    def drop_abandoned(info: Any) -> None:
-        if 'orbax' not in repr(info.exc_traceback and info.exc_traceback.tb_frame) and not (
-            isinstance(info.exc_value, RuntimeError) and 'Event loop is closed' in str(info.exc_value)
-        ):
-            hook(info)
+    def is_abandoned(info: Any) -> bool:
+        return 'Event loop is closed' in str(info.exc_value) or 'coroutine' in repr(info.object)
 
-    sys.unraisablehook = drop_abandoned
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return 'never retrieved' not in record.getMessage()
+
+    sys.unraisablehook = lambda info: None if is_abandoned(info) else hook(info)
+    asyncio_log.addFilter(is_wanted)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', message='coroutine .* was never awaited')
+            try:
+                yield
+            finally:
+                gc.collect()  # they complain when they are freed, which must happen in here
     finally:
-        gc.collect()
         sys.unraisablehook = hook
+        asyncio_log.removeFilter(is_wanted)
 
 
 class CheckpointError(RuntimeError):
@@ -84,7 +93,7 @@ class Checkpoints:
     """
 
     def __init__(self, workdir: str, keep: int) -> None:
-        self._root = epath.Path(workdir)
+        self._root = _absolute(workdir)
         self._losses = _Losses()
         self._saving: int | None = None
         self._failure: CheckpointError | None = None
@@ -97,10 +106,8 @@ class Checkpoints:
         for step in self.steps():
             try:
                 self._losses[step] = _read_header(self._manager, step)['loss_pass_1']
-            except _NOT_DAMAGE:
-                raise
-            except Exception:
-                self._losses[step] = None  # damaged: never the best; restore_latest deals with it
+            except Exception as error:
+                _damage(error)  # never the best, then; restore_latest deals with it
 
     def __enter__(self) -> 'Checkpoints':
         return self
@@ -109,7 +116,7 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """Complete checkpoints and the one being saved, ascending."""
+        """Complete checkpoints, ascending; the one being saved, if there is one, is the last of them."""
         return sorted(self._manager.all_steps())
 
     def best_step(self) -> int | None:
@@ -152,7 +159,7 @@ class Checkpoints:
         try:
             return self._manager.save(step, args=items, force=True)
         except Exception as error:
-            raise self._failed(error) from error
+            raise self._failed(step, error) from error
 
     def check(self) -> None:
         """Raises CheckpointError if a save has failed; cheap and never blocks: call it every step."""
@@ -170,22 +177,20 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise self._failed(error) from error
+            raise self._failed(self._saving, error) from error
         if not (self._manager.directory / str(self._saving)).exists():
-            raise self._failed(_DamagedError('its folder is missing after the save'))
+            raise self._failed(self._saving, _DamagedError('its folder is missing after the save'))
         self._saving = None
 
     def close(self) -> None:
         """Waits, then frees the threads; raises CheckpointError if the last save failed."""
         try:
             self.wait()
-        finally:
-            try:
+        except CheckpointError:
+            with contextlib.suppress(Exception):  # Orbax may raise the same failure once more
                 self._manager.close()
-            except Exception as error:
-                # Orbax may raise the failure of a save once more, which `wait` has told already.
-                if self._failure is None:
-                    raise self._failed(error) from error
+            raise
+        self._manager.close()
 
     @_quiet_failures()
     def restore_latest(self, abstract_state: Any, data_iterator: Any, *, say: Callable[[str], None]) -> Restored | None:
@@ -202,22 +207,18 @@ class Checkpoints:
         for step in steps:
             try:
                 header = _read_header(self._manager, step)
-            except _NOT_DAMAGE:
-                raise
             except Exception as error:
-                damaged[step] = _brief(error)
+                damaged[step] = _damage(error)
                 continue
             _require_fit(f'checkpoint {step} in {self._manager.directory}', header, abstract_state)
             try:
                 state, position = self._read(step, header['leaves'], abstract_state)
-            except _NOT_DAMAGE:
-                raise
             except Exception as error:
-                damaged[step] = _brief(error)
+                damaged[step] = _damage(error)
                 continue
+            _set_position(data_iterator, position, f'checkpoint {step} in {self._manager.directory}')
             for bad in damaged:
                 self._set_aside(bad, f'{damaged[bad]}; going on from step {step}', say)
-            _set_position(data_iterator, position, f'checkpoint {step} in {self._manager.directory}')
             return Restored(step, state, header['meta'])
         if steps:
             reasons = '; '.join(f'{step}: {reason}' for step, reason in damaged.items())
@@ -249,15 +250,15 @@ class Checkpoints:
             home.mkdir(parents=True, exist_ok=True)
             (self._manager.directory / str(step)).rename(target)
         if jax.process_count() > 1:
-            jax.experimental.multihost_utils.sync_global_devices(f'set_aside_{step}')
-        self._losses.pop(step)
+            multihost_utils.sync_global_devices(f'set_aside_{step}')
+        self._losses.pop(step, None)
         self._manager.reload()
         say(f'checkpoint {step} cannot be read and was moved to {target}: {reason}')
 
-    def _failed(self, error: Exception) -> CheckpointError:
-        where = self._manager.directory / str(self._saving)
+    def _failed(self, step: int, error: Exception) -> CheckpointError:
+        where = self._manager.directory / str(step)
         self._failure = CheckpointError(f'saving the checkpoint {where} failed: {_brief(error)}')
-        self._losses.pop(self._saving, None)
+        self._losses.pop(step, None)
         return self._failure
 
 
@@ -270,7 +271,7 @@ def load_tree(workdir: str, step: int | None = None, *, what: str = 'params') ->
     """
     if what not in _TREES:
         raise ValueError(f'what = {what!r}: must be one of {", ".join(_TREES)}')
-    root = epath.Path(workdir)
+    root = _absolute(workdir)
     if not (root / 'checkpoints').exists():
         raise ValueError(f'workdir = {workdir}: holds no checkpoints')
     with _open_manager(root, read_only=True) as manager:
@@ -288,11 +289,10 @@ def load_tree(workdir: str, step: int | None = None, *, what: str = 'params') ->
             restore = ocp.args.PyTreeRestore(target, restore_args=as_numpy, partial_restore=True)
             tree = manager.restore(step, args=ocp.args.Composite(state=restore)).state
             _require_digests(named_leaves(tree), leaves)
-        except _NOT_DAMAGE:
-            raise
         except Exception as error:
+            reason = _damage(error)
             others = ', '.join(str(s) for s in steps if s != step) or 'none'
-            message = f'checkpoint {step} in {workdir} cannot be read ({_brief(error)}); other steps: {others}'
+            message = f'checkpoint {step} in {workdir} cannot be read ({reason}); other steps: {others}'
             raise CheckpointError(message) from error
     return Loaded(step, tree, header['meta'])
 
@@ -320,6 +320,10 @@ def _nest(leaves: dict[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[last] = leaf
     return tree
+
+
+def _absolute(workdir: str) -> epath.Path:
+    return epath.Path(workdir) if '://' in workdir else epath.Path(workdir).resolve()  # Orbax takes no relative path
 
 
 def _open_manager(root: epath.Path, **options: Any) -> ocp.CheckpointManager:
@@ -433,7 +437,9 @@ def _require_digests(leaves: dict[str, Any], manifest: dict[str, dict[str, Any]]
     digests = _digests(leaves)
     wrong = [name for name in manifest if digests[name] != manifest[name]['digest']]
     if wrong:
-        raise _DamagedError(f'the bytes of {", ".join(wrong[:3])}{" and others" if wrong[3:] else ""} are not those saved')
+        raise _DamagedError(
+            f'the bytes of {", ".join(wrong[:3])}{" and others" if wrong[3:] else ""} are not those saved'
+        )
 
 
 def _digests(leaves: dict[str, Any]) -> dict[str, int]:
@@ -459,6 +465,14 @@ def _digest(x: jax.Array) -> jax.Array:
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return jnp.sum(words ^ (words >> 16), dtype=jnp.uint32)
+
+
+def _damage(error: Exception) -> str:
+    """One line on what is wrong with the bytes of a step; raises `error` again where it says nothing about them."""
+    reason = _brief(error)
+    if isinstance(error, _NOT_DAMAGE) or any(status in reason for status in _NOT_DAMAGE_STATUS):
+        raise error
+    return reason
 
 
 def _brief(error: BaseException) -> str:

@@ -136,6 +136,10 @@ class MetricsWriter:
             if name not in ('step', 'split') and math.isfinite(value):
                 self._board.add_scalar(f'{row["split"]}/{name}', value, row['step'])
 
+    def last_step(self, split: str) -> int | None:
+        """The step of the newest row of `split`, None if it has none."""
+        return self._last_steps.get(split)
+
     def flush(self) -> None:
         """Puts every row written so far on disk. Call it before a checkpoint is saved: the rows up to it then exist."""
         self._file.flush()

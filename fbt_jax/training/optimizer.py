@@ -3,10 +3,10 @@
     M <- b1 M + (1 - b1) G;   O = NewtonSchulz(M);   v <- b2 v + (1 - b2) mean over inputs of O*O
     Oh = O / (sqrt(v) + eps);   W <- W - lr (lr / lr_max) wd W - 0.2 lr sqrt(m n) / |Oh|_F Oh
 
-Groups by parameter path: `matrix` (the stack's 2-D kernels), `fusion` (the feedback matrices: NorMuon too, untouched by steps of one
-pass), `adam` (embedding, norm scales, head gates). Our kernels are (..., inputs, outputs) for x @ W: the paper's rows are
-the LAST axis, and leading axes (the scan's layers) are separate matrices. Learning rates are functions of the global step, not of
-per-group counters, so that freezing a group does not delay its schedule.
+Groups by parameter path: `matrix` (the stack's 2-D kernels), `fusion` (the feedback matrices: NorMuon too, untouched
+by steps of one pass), `adam` (embedding, norm scales, head gates). Our kernels are (..., inputs, outputs) for x @ W:
+the paper's rows are the LAST axis, and leading axes (the scan's layers) are separate matrices. Learning rates are
+functions of the global step, not of per-group counters, so that freezing a group does not delay its schedule.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,10 @@ Schedule = Callable[[jax.Array], jax.Array]
 def wsd_schedule(peak: float, *, warmup_steps: int, decay_fraction: float, total_steps: int) -> Schedule:
     """Warm-up, stable, linear decay, as a function of the 0-based step.
 
-    With w warm-up steps and d = round(decay_fraction * total) decay steps, step i has the smaller of peak (i + 1) / w and
-    peak (total - i) / (d + 1), and at most the peak: the first step has peak / w, the last warm-up step the peak, the first
-    decay step peak d / (d + 1), the last step of the run peak / (d + 1), and the line reaches 0 at step `total`, which is no longer
-    taken. w = 0 and d = 0 mean that there is no such phase.
+    With w warm-up steps and d = round(decay_fraction * total) decay steps, step i has the smaller of peak (i + 1) / w
+    and peak (total - i) / (d + 1), and at most the peak: the first step has peak / w, the last warm-up step the peak,
+    the first decay step peak d / (d + 1), the last step of the run peak / (d + 1), and the line reaches 0 at step
+    `total`, which is no longer taken. w = 0 and d = 0 mean that there is no such phase.
     """
     decay_steps = round(decay_fraction * total_steps)
 
@@ -47,8 +47,10 @@ def decay_start(optimizer: OptimizerConfig, total_steps: int) -> int:
 
 
 def scale_by_normuon(b1: float, b2: float) -> optax.GradientTransformation:
-    """The NorMuon direction for leaves of shape (..., inputs, outputs): momentum and Newton-Schulz are optax's Muon, the
-    normalisation per output neuron is `scale_by_output_rms`."""
+    """The NorMuon direction for leaves of shape (..., inputs, outputs).
+
+    Momentum and Newton-Schulz are optax's Muon; the normalisation per output neuron is `scale_by_output_rms`.
+    """
 
     def axes(params: Any) -> Any:
         return jax.tree.map(lambda _: MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
@@ -92,7 +94,7 @@ def decay_and_descend(schedule: Schedule, *, peak: float, weight_decay: float) -
 
 
 def frozen_without_feedback(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """`inner` where `fused` is true; otherwise no update and no change of its state, at no cost (a real conditional)."""
+    """`inner` where `fused` is true; otherwise no update and no change of its state, at no cost (lax.cond)."""
 
     def update(updates: Any, state: Any, params: Any = None, *, fused: jax.Array, **extra: Any) -> tuple[Any, Any]:
         return jax.lax.cond(
@@ -144,7 +146,5 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
         decay_and_descend(schedules['adam'], peak=config.adam_learning_rate, weight_decay=0.0),
     )
     groups = {'matrix': normuon, 'fusion': frozen_without_feedback(normuon), 'adam': adam}
-    inner = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm), optax.partition(groups, parameter_groups)
-    )
+    inner = optax.chain(optax.clip_by_global_norm(config.clip_norm), optax.partition(groups, parameter_groups))
     return optax.apply_if_finite(inner, max_consecutive_errors=2**31 - 2)

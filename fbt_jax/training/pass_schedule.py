@@ -1,8 +1,8 @@
 """The scheduled mixture of pass counts, drawn inside the compiled step (method.md section 3).
 
-Each optimizer step draws ONE pass count K for the global batch, from the phase in force. The draw is a function of (seed, step)
-alone: the same on every host, after a resume, and on the host without the device. Only pass counts that some phase gives a nonzero
-probability exist; they are the branches of the step's `lax.switch`.
+Each optimizer step draws ONE pass count K for the global batch, from the phase in force. The draw is a function of
+(seed, step) alone: the same on every host, after a resume, and on the host without the device. Only pass counts that
+some phase gives a nonzero probability exist; they are the branches of the step's `lax.switch`.
 """
 
 import jax

@@ -2,9 +2,10 @@
 
     objective = NLL(pass 1) + lambda * mean_{k>=2} NLL(pass k)  [+ z-loss coefficient * the same mix of mean (log Z)^2]
 
-`value_and_grad` lies INSIDE each branch of the switch over pass counts, so that peak memory is the largest branch's, not their sum's
-(measured against one scan with a `cond` that skips passes, see tests/benchmarks/step_cost.py). Sums are divided by the global token count, so
-micro-batches of any padding add up to the large batch. Shapes: B rows, T positions, K passes of one step, Kmax of the run.
+`value_and_grad` lies INSIDE each branch of the switch over pass counts, so that peak memory is the largest branch's,
+not their sum's (measured against one scan with a `cond` that skips passes, see tests/benchmarks/step_cost.py). Sums
+are divided by the global token count, so micro-batches of any padding add up to the large batch. Shapes: B rows, T
+positions, K passes of one step, Kmax of the run.
 """
 
 from collections.abc import Callable
@@ -102,18 +103,19 @@ def make_train_step(
         z_loss = jnp.where(state.step >= z_loss_from, config.optimizer.z_loss, 0.0)
         key = step_key(config.seed, state.step)
         branches = [
-            partial(batch_gradients, config, model, key=key, num_passes=num_passes, z_loss=z_loss) for num_passes in counts
+            partial(batch_gradients, config, model, key=key, num_passes=num_passes, z_loss=z_loss)
+            for num_passes in counts
         ]
         grads, sums_K = jax.lax.switch(branch, branches, state.params, batch)
 
         passes = jnp.array(counts, jnp.int32)[branch]
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, step=state.step, fused=passes > 1
-        )
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step, fused=passes > 1)
         params = optax.apply_updates(state.params, updates)
 
         count = token_count(batch)
-        weights_K = jnp.stack([jnp.pad(pass_weights(k, config.passes.loss_weight), (0, counts[-1] - k)) for k in counts])
+        weights_K = jnp.stack(
+            [jnp.pad(pass_weights(k, config.passes.loss_weight), (0, counts[-1] - k)) for k in counts]
+        )
         z_mean = jnp.dot(weights_K[branch], sums_K.squared_log_z) / count
         metrics = StepMetrics(
             passes=passes,
@@ -136,5 +138,5 @@ def token_count(batch: Batch) -> jax.Array:
 
 
 def _split_rows(x_Bx: jax.Array, *, parts: int) -> jax.Array:
-    """(B, ...) -> (parts, B / parts, ...), taking every `parts`-th row, so that a sharded B stays spread over the devices."""
+    """(B, ...) -> (parts, B / parts, ...), every `parts`-th row together: a sharded B stays spread over the devices."""
     return jnp.swapaxes(x_Bx.reshape(-1, parts, *x_Bx.shape[1:]), 0, 1)

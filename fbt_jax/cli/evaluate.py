@@ -1,0 +1,98 @@
+"""examples:
+  fbt evaluate --workdir=runs/tiny
+  fbt evaluate --workdir=runs/tiny --passes=1,2,3,30 --rows=64 --json=losses.json
+  fbt evaluate --workdir=runs/word_problem --passes=1,4,12
+
+Prints loss, perplexity and bits per byte after each number of passes over the run's validation rows; for rows that
+aren't text, accuracy by position. `passes` counts the first, plain one.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fbt_jax.cli import no_more_arguments
+from fbt_jax.config import UserError
+
+HELP = 'validation loss after each number of passes'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--workdir', required=True, metavar='DIR', help="the run's folder")
+    parser.add_argument(
+        '--passes', metavar='K,K,...', help='numbers of passes (default: 1 to two more than trained with)'
+    )
+    parser.add_argument('--step', type=int, metavar='N', help='checkpoint (default: the newest)')
+    parser.add_argument(
+        '--rows', type=int, default=0, metavar='N', help='validation rows, evenly spread (default: all)'
+    )
+    parser.add_argument('--json', metavar='FILE', help='write the figures there too')
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    no_more_arguments(rest)
+    if args.rows < 0:
+        raise UserError(f'--rows={args.rows}: must not be negative')
+    passes = _passes(args.passes) if args.passes else None
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise UserError(f'--json={args.json}: no such folder')
+
+    from fbt_jax.data import open_data
+    from fbt_jax.evaluation.per_pass import evaluate_passes, make_eval_step
+    from fbt_jax.training import summary
+    from fbt_jax.training.run_folder import load_run
+
+    try:
+        trained = load_run(args.workdir, args.step)
+    except RuntimeError as error:
+        print(f'fbt evaluate: {error}', file=sys.stderr)
+        return 1
+    config = trained.config
+    has_feedback = config.model.fusion != 'none'
+    passes = passes or list(range(1, config.passes.max_passes + 3 if has_feedback else 2))
+    if max(passes) > 1 and not has_feedback:
+        raise UserError(f'--passes={args.passes}: {args.workdir} was trained without feedback; only 1 is possible')
+
+    data = open_data(config)
+    results = evaluate_passes(
+        make_eval_step(trained.model, num_passes=max(passes)),
+        trained.params,
+        data.validation_batches(min(config.data.batch_size, data.num_validation_rows), max_rows=args.rows),
+        token_bytes=data.token_bytes,
+    )
+    rows = min(args.rows or data.num_validation_rows, data.num_validation_rows)
+    print(f'{args.workdir}, step {trained.step}: {rows} validation rows, {results.tokens:,.0f} tokens')
+    print(*summary.loss_table(results, passes), sep='\n')
+    if data.token_bytes is None:
+        print('accuracy by position:', *summary.position_table(results.accuracy_KP, passes), sep='\n')
+    if args.json:
+        Path(args.json).write_text(json.dumps(_figures(args.workdir, trained.step, results, passes), indent=2) + '\n')
+    return 0
+
+
+def _passes(text: str) -> list[int]:
+    try:
+        passes = sorted({int(part) for part in text.split(',')})
+    except ValueError:
+        passes = []
+    if not passes or passes[0] < 1:
+        raise UserError(f'--passes={text}: must be numbers of passes from 1 on, such as 1,2,3')
+    return passes
+
+
+def _figures(workdir: str, step: int, results: Any, passes: list[int]) -> dict[str, Any]:
+    """What the table shows, unrounded."""
+    from fbt_jax.training.metrics import validation_row
+
+    bytes_per_token = results.bytes / results.tokens if results.bytes else None
+    row = validation_row(
+        step=step,
+        pass_losses=results.loss_K,
+        update_norms=results.update_norm_K[1:],
+        bytes_per_token=bytes_per_token,
+    )
+    chosen = {k: v for k, v in row.items() if not k.rsplit('_', 1)[-1].isdigit() or int(k.rsplit('_', 1)[-1]) in passes}
+    accuracy = {str(k): [None if a != a else float(a) for a in results.accuracy_KP[k - 1]] for k in passes}
+    return chosen | {'workdir': workdir, 'tokens': int(results.tokens), 'accuracy_by_position': accuracy}

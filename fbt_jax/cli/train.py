@@ -1,0 +1,40 @@
+"""examples:
+  fbt train --config=configs/tiny.py --workdir=runs/tiny
+  fbt train --config=configs/tiny.py --workdir=runs/seed1 --config.seed=1 --config.passes.phases=late_75_25_0
+  fbt train --config=configs/tiny.py --workdir=runs/warm --config.init.from=runs/plain
+
+The same command again resumes from the newest complete checkpoint. --config.SECTION.KEY=VALUE overrides any key of the
+config; fbt_jax/config.py lists them all. SIGTERM and SIGINT save a checkpoint and leave with status 143 or 130.
+"""
+
+import argparse
+import os
+import sys
+
+from fbt_jax.cli import config_overrides
+from fbt_jax.config import load_config_file
+
+HELP = 'train a model, or resume its run'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--config', required=True, metavar='FILE', help='Python file with get_config()')
+    parser.add_argument('--workdir', required=True, metavar='DIR', help="the run's folder, created if missing")
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    config = load_config_file(args.config, config_overrides(rest))
+    from fbt_jax.training.loop import train
+    from fbt_jax.training.signals import Stopped
+
+    try:
+        train(config, args.workdir)
+    except Stopped as stopped:
+        # Not sys.exit: a thread in which XLA is still compiling would hold the process, or crash it as it unloads.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(stopped.status)
+    except RuntimeError as error:
+        print(f'fbt train: {error}', file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,1 @@
+"""Evaluation: losses and update norms by pass, from the same `multi_pass` that training uses."""

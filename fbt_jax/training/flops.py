@@ -1,0 +1,53 @@
+"""FLOP counts from the shapes alone (XLA's own analysis counts a scan's body once).
+
+Convention: a product of (m, n) by (n, p) is 2 m n p; attention counts the keys that the causal mask and the window
+leave, once, over a row that holds one document; training is three forward passes (backward twice the forward;
+recomputation isn't counted); norms, softmax, gates and the optimizer aren't counted. FLOPs are per token, tokens per
+row.
+"""
+
+import jax
+
+from fbt_jax.config import ModelConfig
+
+# Dense bfloat16 peak of one device, FLOP/s, from the makers' data sheets. A TPU v4 or v7x "device" is as jax counts it.
+PEAK_FLOPS = {
+    'TPU v4': 275e12,
+    'TPU v5 lite': 197e12,
+    'TPU v5': 459e12,
+    'TPU v5p': 459e12,
+    'TPU v6 lite': 918e12,
+    'NVIDIA A100-SXM4-40GB': 312e12,
+    'NVIDIA A100-SXM4-80GB': 312e12,
+    'NVIDIA H100 80GB HBM3': 989e12,
+    'NVIDIA H200': 989e12,
+}
+
+
+def forward_flops(config: ModelConfig, *, seq_len: int, fused: bool) -> float:
+    """FLOPs per token of one forward pass with the LM head; `fused` adds the feedback map."""
+    c = config
+    projections = c.width * (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.width * c.num_heads
+    mlp = 3 * c.width * c.mlp_width
+    attention = sum(2 * c.num_heads * c.head_dim * _mean_keys(seq_len, window) for window in c.layer_windows)
+    head = c.width * c.padded_vocab_size
+    fusion_matrices = {'gated': 2, 'add': 1, 'concat': 2, 'none': 0}[c.fusion] if fused else 0
+    return 2.0 * (c.num_layers * (projections + mlp) + attention + head + fusion_matrices * c.width**2)
+
+
+def train_flops(config: ModelConfig, *, seq_len: int, passes: int) -> float:
+    """FLOPs per token of a training step of `passes` passes, forward and backward."""
+    fused = forward_flops(config, seq_len=seq_len, fused=True)
+    return 3.0 * (forward_flops(config, seq_len=seq_len, fused=False) + (passes - 1) * fused)
+
+
+def peak_flops() -> float | None:
+    """FLOP/s of all devices together, None where the kind is not in the table."""
+    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    return peak * jax.device_count() if peak else None
+
+
+def _mean_keys(seq_len: int, window: int) -> float:
+    """Keys per query under a causal mask, a window of `window` keys (0 = full) and one document of seq_len tokens."""
+    w = min(window or seq_len, seq_len)
+    return w - w * (w - 1) / (2 * seq_len)

@@ -1,0 +1,305 @@
+"""The training loop: set up, compile, step, evaluate, save; again from the newest checkpoint when started again.
+
+Everything that a step depends on is a function of (config, step) and the restored state, so a run that was killed and
+resumed writes the same parameters and the same metrics rows as one that was not. To that end the rows up to a
+checkpoint's step are on disk before the checkpoint is saved, and rows past it are dropped on resume. Metrics are read
+one step late, so that the device never waits for the host.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from fbt_jax.batch import Batch
+from fbt_jax.config import Config, UserError
+from fbt_jax.data import Data, open_data
+from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step
+from fbt_jax.model.transformer import Transformer, init_params
+from fbt_jax.passes import PURPOSE_INIT, step_key
+from fbt_jax.training import metrics, summary
+from fbt_jax.training.checkpoint import Checkpoints
+from fbt_jax.training.flops import peak_flops, train_flops
+from fbt_jax.training.optimizer import decay_start, make_optimizer
+from fbt_jax.training.run_folder import claim_folder, locked
+from fbt_jax.training.signals import Stopped, StopSignals
+from fbt_jax.training.step import StepMetrics, TrainState, make_train_step
+from fbt_jax.training.warm_start import warm_start
+
+MAX_NONFINITE_IN_A_ROW = 10
+FINAL_PASSES = (1, 2, 3, 5, 10, 30)
+FINAL_LONG_ROWS = 64  # rows for the numbers of passes that training's own evaluations don't reach
+
+
+class Tally(NamedTuple):
+    """Cumulative counts, as of the last step whose metrics were read."""
+
+    tokens: int = 0
+    token_passes: int = 0
+    nonfinite_steps: int = 0
+
+
+class _Pending(NamedTuple):
+    """A step whose metrics have not been read yet."""
+
+    step: int
+    metrics: StepMetrics
+
+
+def say(text: str) -> None:
+    """A line for the person who watches, above the progress bar."""
+    tqdm.write(text)
+
+
+def train(config: Config, workdir: str) -> None:
+    """Trains to `training.steps`, from the newest checkpoint in `workdir` if there is one.
+
+    Raises:
+      UserError: a user's mistake, one line.
+      Stopped: SIGTERM or SIGINT came; a checkpoint was saved.
+      RuntimeError: a save failed, no checkpoint can be read, or ten steps in a row were not finite.
+    """
+    with StopSignals() as stop, locked(workdir):
+        if config.model.dtype == 'float64':
+            jax.config.update('jax_enable_x64', True)
+        data = open_data(config)
+        config = resolve(config, data)
+        claim_folder(workdir, config, data.fingerprint, say)
+        with Checkpoints(workdir, config.training.keep_checkpoints) as checkpoints:
+            _Trainer(config, workdir, data, checkpoints, stop).run()
+
+
+def resolve(config: Config, data: Data) -> Config:
+    """`config` with what the data decide filled in: the vocabulary's size."""
+    size = config.model.vocab_size or data.vocab_size
+    if size < data.vocab_size:
+        raise UserError(f'model.vocab_size = {size}: the data need at least {data.vocab_size}')
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def make_init(config: Config, model: Transformer, optimizer: Any) -> Callable[[], TrainState]:
+    def init() -> TrainState:
+        key = jax.random.fold_in(step_key(config.seed, jnp.int32(0)), PURPOSE_INIT)
+        params = init_params(model, key)
+        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    return init
+
+
+def batch_shapes(config: Config) -> Batch:
+    shape = (config.data.batch_size, config.data.seq_len)
+    integers = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return Batch(integers, integers, jax.ShapeDtypeStruct(shape, jnp.float32), integers, integers)
+
+
+class _Trainer:
+    """One attempt at a run. `run` reads top to bottom; the other methods are its steps."""
+
+    def __init__(self, config: Config, workdir: str, data: Data, checkpoints: Checkpoints, stop: StopSignals) -> None:
+        self.config, self.workdir, self.data, self.checkpoints, self.stop = config, workdir, data, checkpoints, stop
+        self.model = Transformer(config.model)
+        self.optimizer = make_optimizer(config.optimizer, config.training.steps)
+        self.iterator = data.train_iterator()
+        self.tally = Tally()
+        self.pending: _Pending | None = None
+        self.clock = time.perf_counter()
+        self.validation: dict[str, Any] | None = None  # the newest row
+        self.eval_passes = config.passes.max_passes + 2 if config.model.fusion != 'none' else 1
+        self.eval_step = make_eval_step(self.model, num_passes=self.eval_passes)
+
+    def run(self) -> None:
+        steps = self.config.training.steps
+        self.state = self._restore_or_init()
+        first = int(self.state.step)
+        if first >= steps:
+            say(f'{self.workdir} has done its {steps} steps already')
+            return self._final_table()
+        with metrics.MetricsWriter(self.workdir, first if self.resumed else None) as self.writer:
+            try:
+                step_function = self._compile()
+                self._missed_evaluation(first)
+                with self._bar(first) as self.bar:
+                    for step in range(first + 1, steps + 1):
+                        self._profile(step)
+                        self.state, step_metrics = step_function(self.state, jax.device_put(next(self.iterator)))
+                        self._read_pending()
+                        self.pending = _Pending(step, step_metrics)
+                        if step % self.config.training.eval_every == 0 or step == steps:
+                            self._evaluate(step)
+                        if step % self.config.training.checkpoint_every == 0 or step == steps:
+                            self._save(step)
+                        self.checkpoints.check()
+                        self.stop.poll()
+            except Stopped as stopped:
+                self._save(int(self.state.step))
+                self.checkpoints.wait()
+                say(f'{stopped}: checkpoint {int(self.state.step)} saved in {self.workdir}; the same command resumes')
+                raise
+            finally:
+                self.iterator.close()
+        self.checkpoints.wait()
+        self._final_table()
+
+    # Set-up
+
+    def _restore_or_init(self) -> TrainState:
+        init = jax.jit(make_init(self.config, self.model, self.optimizer))
+        restored = self.checkpoints.restore_latest(jax.eval_shape(init), self.iterator, say=say)
+        self.resumed = restored is not None
+        if restored is not None:
+            say(f'resuming {self.workdir} from step {restored.step}')
+            self.tally = Tally(*(restored.meta[name] for name in Tally._fields))
+            return restored.state
+        if not self.config.init.from_:
+            return init()
+        start = warm_start(self.config, init(), say)
+        if self.config.init.data == 'continue':
+            self.iterator.set_state(start.meta['data_position'])
+        if self.config.init.schedule == 'continue':
+            self.tally = Tally(*(start.meta[name] for name in Tally._fields))
+        one_pass = make_eval_step(self.model, num_passes=1)
+        loss = self._results(one_pass, start.state.params, self.config.training.eval_rows).loss_K[0]
+        say(f'  validation loss after one pass, before step 1: {loss:.6f} nats/token')
+        return start.state
+
+    def _compile(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+        """Compiles the step ahead of its first call, and prints what it will cost."""
+        show = summary.printer(say)
+        show(summary.parameter_table(self.state.params))
+        begin = time.perf_counter()
+        step = jax.jit(make_train_step(self.config, self.model, self.optimizer), donate_argnums=0)
+        shapes = jax.eval_shape(lambda: self.state)
+        compiled = self.stop.wait_for(lambda: step.lower(shapes, batch_shapes(self.config)).compile())
+        show(summary.cost_lines(self.config, self.state, compiled))
+        say(f'  compiled in {time.perf_counter() - begin:.1f} s')
+        self.clock = time.perf_counter()
+        return compiled
+
+    def _bar(self, first: int) -> tqdm:
+        seconds = 0.2 if sys.stderr.isatty() else 10  # a log file is no place for a moving bar
+        return tqdm(
+            total=self.config.training.steps,
+            initial=first,
+            unit='step',
+            dynamic_ncols=True,
+            smoothing=0.1,
+            mininterval=seconds,
+        )
+
+    # Metrics
+
+    def _read_pending(self) -> None:
+        """Reads the metrics of the step before, which has finished or is about to; writes its row."""
+        if self.pending is None:
+            return
+        step, values = self.pending.step, jax.device_get(self.pending.metrics)
+        self.pending = None
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        passes, tokens = int(values.passes), int(values.tokens)
+        nonfinite = int(values.nonfinite_in_a_row)
+        self.tally = Tally(
+            self.tally.tokens + tokens,
+            self.tally.token_passes + tokens * passes,
+            self.tally.nonfinite_steps + (nonfinite > 0),
+        )
+        if step % self.config.training.log_every == 0 or step == self.config.training.steps:
+            self.writer.write(self._train_row(step, values, seconds))
+        self.bar.set_postfix_str(
+            f'loss {values.loss_K[0]:.3f}, passes {passes}, {tokens / seconds:,.0f} tokens/s', refresh=False
+        )
+        self.bar.update()
+        if nonfinite:
+            say(f'step {step}: loss or gradient is not finite; the step was left out ({nonfinite} in a row)')
+        if nonfinite >= MAX_NONFINITE_IN_A_ROW:
+            steps = self.checkpoints.steps()
+            good = f'the last good checkpoint is step {steps[-1]}' if steps else 'there is no checkpoint yet'
+            raise RuntimeError(f'{nonfinite} steps in a row were not finite; {good}')
+
+    def _train_row(self, step: int, values: StepMetrics, seconds: float) -> metrics.Row:
+        passes, tokens = int(values.passes), int(values.tokens)
+        peak = peak_flops()
+        positions = self.config.data.batch_size * self.config.data.seq_len
+        flops = positions * train_flops(self.config.model, seq_len=self.config.data.seq_len, passes=passes)
+        optimizer = self.config.optimizer
+        z_loss_on = optimizer.z_loss > 0 and step > decay_start(optimizer, self.config.training.steps)
+        return metrics.train_row(
+            step=step,
+            loss=values.loss,
+            pass_losses=values.loss_K[:passes],
+            z_loss=values.z_loss if z_loss_on else None,
+            grad_norm=values.grad_norm,
+            learning_rate=values.learning_rate,
+            tokens=self.tally.tokens,
+            token_passes=self.tally.token_passes,
+            tokens_per_second=tokens / seconds,
+            step_seconds=seconds,
+            mfu=flops / seconds / peak if peak else None,
+        )
+
+    # Evaluation
+
+    def _results(self, eval_step: Any, params: Any, max_rows: int) -> PassResults:
+        size = self.config.data.batch_size // self.config.training.microbatches
+        batches = self.data.validation_batches(size, max_rows=max_rows)
+        return evaluate_passes(eval_step, params, batches, token_bytes=self.data.token_bytes, poll=self.stop.poll)
+
+    def _evaluate(self, step: int) -> None:
+        self._read_pending()
+        results = self._results(self.eval_step, self.state.params, self.config.training.eval_rows)
+        self.validation = metrics.validation_row(
+            step=step,
+            pass_losses=results.loss_K,
+            update_norms=results.update_norm_K[1:],
+            bytes_per_token=results.bytes / results.tokens if results.bytes else None,
+        )
+        self.writer.write(self.validation)
+        losses = ', '.join(f'{loss:.4f}' for loss in results.loss_K)
+        say(f'step {step}: validation loss after 1..{self.eval_passes} passes: {losses} nats/token')
+        self.clock = time.perf_counter()
+
+    def _missed_evaluation(self, step: int) -> None:
+        """A signal in the middle of an evaluation saves the step without its row; the resumed run makes up for it."""
+        if step and step % self.config.training.eval_every == 0 and self.writer.last_step('validation') != step:
+            self._evaluate(step)
+
+    def _final_table(self) -> None:
+        show = summary.printer(say)
+        say(f'validation, all {self.data.num_validation_rows} rows:')
+        results = self._results(self.eval_step, self.state.params, 0)
+        show(summary.loss_table(results, range(1, self.eval_passes + 1)))
+        if self.data.token_bytes is None:
+            say('accuracy by position:')
+            show(summary.position_table(results.accuracy_KP, range(1, self.eval_passes + 1)))
+        if self.eval_passes > 1:
+            long = make_eval_step(self.model, num_passes=FINAL_PASSES[-1])
+            rows = min(FINAL_LONG_ROWS, self.data.num_validation_rows)
+            say(f'validation, {rows} rows, iterated past the passes it was trained with:')
+            show(summary.loss_table(self._results(long, self.state.params, rows), FINAL_PASSES))
+        say(f'{self.tally.tokens:,} tokens, {self.tally.token_passes:,} token-passes; run folder: {self.workdir}')
+
+    # Checkpoints, profile
+
+    def _save(self, step: int) -> None:
+        """Rows first, then the checkpoint: a restored step always has its rows."""
+        self._read_pending()
+        self.writer.flush()
+        row = self.validation if self.validation is not None and self.validation['step'] == step else None
+        meta = self.tally._asdict() | {'data_position': self.iterator.get_state()}
+        self.checkpoints.save(step, self.state, data_iterator=self.iterator, meta=meta, metrics=row)
+        self.clock = time.perf_counter()
+
+    def _profile(self, step: int) -> None:
+        if not self.config.training.profile_steps:
+            return
+        first, last = self.config.training.profile_steps
+        if step == first:
+            jax.profiler.start_trace(f'{self.workdir}/tensorboard')
+        elif step == last + 1:
+            jax.block_until_ready(self.state)
+            jax.profiler.stop_trace()

@@ -1,0 +1,129 @@
+"""A run's folder: what `config.json` records, whose folder it is, and how a trained model is loaded from it.
+
+    DIR/config.json  DIR/metrics.jsonl  DIR/checkpoints/STEP/  DIR/tensorboard/
+
+A resume must not change the model, the data order or the seed; other keys may change, and the change is told.
+"""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from fbt_jax.config import Config, UserError, changed_keys, from_dict, to_dict
+from fbt_jax.data import load_tokenizer
+from fbt_jax.data.tokenizer import Tokenizer
+from fbt_jax.model.transformer import Transformer
+from fbt_jax.training.checkpoint import load_tree
+
+FIXED_SECTIONS = ('seed', 'data', 'model', 'init')
+PACKAGES = ('fbt-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
+
+
+class Run(NamedTuple):
+    """A trained model: `run.model.apply({'params': run.params}, tokens, ...)`. `tokenizer` None: rows aren't text."""
+
+    model: Transformer
+    params: Any
+    config: Config
+    tokenizer: Tokenizer | None
+    step: int
+
+
+def load_run(workdir: str, step: int | None = None) -> Run:
+    """The model of a run at a checkpoint (default: the newest), on this machine's devices; needs no training data.
+
+    Raises:
+      UserError: `workdir` holds no run, or no checkpoint of that step.
+    """
+    config = read_config(workdir)
+    loaded = load_tree(workdir, step)
+    params = jax.tree.map(jax.numpy.asarray, loaded.tree['params'])
+    return Run(Transformer(config.model), params, config, load_tokenizer(config.data), loaded.step)
+
+
+def read_config(workdir: str) -> Config:
+    """The resolved config that the run in `workdir` was started with."""
+    return from_dict(_read_record(workdir)['config'])
+
+
+def claim_folder(workdir: str, config: Config, fingerprint: str, say: Callable[[str], None]) -> None:
+    """Writes config.json, or checks that the folder's run is this one.
+
+    Raises:
+      UserError: the folder holds a run of another model, data order or seed (names the keys), or something that is no
+      run.
+    """
+    path = Path(workdir) / 'config.json'
+    if path.exists():
+        old = _read_record(workdir)
+        changes = changed_keys(old['config'], to_dict(config))
+        fixed = [
+            f'{key} was {a!r}, now {b!r}' for key, (a, b) in changes.items() if key.split('.')[0] in FIXED_SECTIONS
+        ]
+        if fixed:
+            raise UserError(f'{workdir} holds another run: {"; ".join(fixed)}. Use a new --workdir, or the old values')
+        if old['data_fingerprint'] != fingerprint:
+            raise UserError(
+                f'{workdir} holds a run of other data: the documents or the tokenizer changed since it began'
+            )
+        for key, (before, now) in changes.items():
+            say(f'resuming with {key} = {now!r} (was {before!r})')
+    elif any((Path(workdir) / name).exists() for name in ('checkpoints', 'metrics.jsonl')):
+        raise UserError(f'{workdir} holds checkpoints or metrics but no config.json: use a new --workdir')
+    record = {
+        'config': to_dict(config),
+        'data_fingerprint': fingerprint,
+        'versions': {name: importlib.metadata.version(name) for name in PACKAGES},
+        'git_commit': _git_commit(),
+        'device_kind': jax.devices()[0].device_kind,
+        'device_count': jax.device_count(),
+    }
+    temporary = path.with_suffix('.tmp')
+    temporary.write_text(json.dumps(record, indent=2) + '\n')
+    temporary.replace(path)
+
+
+@contextmanager
+def locked(workdir: str) -> Iterator[None]:
+    """Creates the folder and holds it: two processes that train in one folder would spoil each other's files."""
+    try:
+        Path(workdir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f'--workdir={workdir}: {error.strerror}') from None
+    handle = os.open(workdir, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f'--workdir={workdir}: another process is training there') from None
+    finally:
+        os.close(handle)
+
+
+def _read_record(workdir: str) -> dict[str, Any]:
+    path = Path(workdir) / 'config.json'
+    if not path.exists():
+        raise UserError(f'{workdir}: no run here (no config.json)')
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f'{path} is not valid JSON: {error}') from None
+
+
+def _git_commit() -> str | None:
+    """Of the source tree that this package was imported from; None outside a repository."""
+    try:
+        command = ['git', 'describe', '--always', '--dirty', '--abbrev=40']
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

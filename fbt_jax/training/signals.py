@@ -1,0 +1,66 @@
+"""SIGTERM and SIGINT: remembered when they come, acted on where the run can save. A second one acts at once."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Stopped(Exception):
+    """The run was told to stop; `status` is the command's exit status, 128 + the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f'stopped by {signal.Signals(number).name}')
+        self.status = 128 + number
+
+
+class StopSignals:
+    """Context manager. `poll()` raises `Stopped` once a signal has come."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> 'StopSignals':
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def poll(self) -> None:
+        if self._number is not None:
+            raise Stopped(self._number)
+
+    def wait_for(self, work: Callable[[], Any]) -> Any:
+        """`work()` in a thread of its own, so that a signal is noticed while XLA compiles; raises `Stopped` then.
+
+        The thread can't be ended: whoever catches `Stopped` must leave the process without waiting for it.
+        """
+        result: list[Any] = []
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(timeout=0.1)
+            self.poll()
+        if failure:
+            raise failure[0]
+        return result[0]

@@ -1,0 +1,95 @@
+"""What a run prints about itself before step 1 and after the last: parameters, memory, FLOPs, losses by pass."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fbt_jax.config import Config
+from fbt_jax.evaluation.per_pass import PassResults
+from fbt_jax.training.flops import train_flops
+from fbt_jax.training.optimizer import parameter_group
+from fbt_jax.training.pass_schedule import expected_passes
+from fbt_jax.training.step import TrainState
+
+
+def parameter_table(params: Any) -> list[str]:
+    """One line a parameter: path, shape, count, optimizer group; then the totals."""
+    rows = [('parameter', 'shape', 'count', 'optimizer')]
+    totals: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        group = parameter_group(path)
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        rows.append((name, 'x'.join(map(str, leaf.shape)), f'{leaf.size:,}', group))
+        totals[group] = totals.get(group, 0) + leaf.size
+    labels = {'matrix': 'NorMuon', 'fusion': 'NorMuon, frozen in steps of one pass', 'adam': 'Adam'}
+    totals_text = ', '.join(f'{group} {n:,} ({labels[group]})' for group, n in totals.items())
+    return [*table(rows), f'{sum(totals.values()):,} parameters: {totals_text}']
+
+
+def cost_lines(config: Config, state: TrainState, compiled: Any) -> list[str]:
+    """Bytes per device, FLOPs per pass and peak memory of the compiled step."""
+    gib = 2.0**30
+    params, opt_state = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (state.params, state.opt_state))
+    tokens = config.data.batch_size * config.data.seq_len
+    flops = [
+        f'{k}: {train_flops(config.model, seq_len=config.data.seq_len, passes=k) * tokens:.3g}'
+        for k in config.passes.pass_counts
+    ]
+    lines = [
+        f'per device: parameters {params / gib:.3f} GiB, optimizer state {opt_state / gib:.3f} GiB',
+        f'FLOPs of a step by passes: {", ".join(flops)} ({tokens:,} tokens)',
+        f'expected passes per step: {expected_passes(config.passes, config.training.steps):.3f}',
+    ]
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+        lines.append(f'peak memory of the step: {peak / gib:.3f} GiB (arguments and temporaries, by the compiler)')
+    return lines
+
+
+def loss_table(results: PassResults, passes: Iterable[int]) -> list[str]:
+    """Validation loss after each of `passes` passes; per token and byte for text, with the accuracy elsewhere."""
+    text = results.bits_per_byte_K is not None
+    header = ('passes', 'nats/token', 'nats/byte', 'bits/byte') if text else ('passes', 'nats/token', 'accuracy')
+    rows = [(*header, 'update norm')]
+    for k in passes:
+        i = k - 1
+        columns: list[float]
+        if results.nats_per_byte_K is not None and results.bits_per_byte_K is not None:
+            columns = [results.loss_K[i], results.nats_per_byte_K[i], results.bits_per_byte_K[i]]
+        else:
+            columns = [results.loss_K[i], results.accuracy_K[i]]
+        update = f'{results.update_norm_K[i]:.4f}' if k > 1 else ''
+        rows.append((str(k), *(f'{c:.4f}' for c in columns), update))
+    return table(rows)
+
+
+def position_table(accuracy_KP: np.ndarray, passes: Iterable[int]) -> list[str]:
+    """Accuracy by position within the document (columns, from 1) after each of `passes` passes (rows)."""
+    positions = [p for p in range(accuracy_KP.shape[1]) if np.isfinite(accuracy_KP[0, p])]
+    rows = [('passes', *(str(p + 1) for p in positions))]
+    rows += [(str(k), *(f'{accuracy_KP[k - 1, p]:.3f}' for p in positions)) for k in passes]
+    return table(rows)
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns padded to equal width; the first is flush left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        '  '.join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def printer(write: Callable[[str], object]) -> Callable[[Iterable[str]], None]:
+    """Prints lines, indented by two."""
+
+    def emit(lines: Iterable[str]) -> None:
+        for line in lines:
+            write(f'  {line}')
+
+    return emit
