@@ -102,6 +102,8 @@ class Checkpoints:
             self._root,
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,
+            # Made in the background, a folder that can't be made leaves `save` waiting for it for many minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         for step in self.steps():
             try:

@@ -1,0 +1,42 @@
+"""The paper's 1B model and recipe (method.md section 6), on the embedded corpus until a larger source is configured.
+
+    fbt train --config=configs/fbt_1b.py --workdir=gs://BUCKET/fbt_1b
+
+Hardware: accelerators; 1.065B parameters in float32 with momentum need about 13 GB for parameters and optimizer state. Not yet run; shapes and
+parameter counts are tested. 678,168 steps of 36 x 8192 tokens are 200B tokens; `progressive_75_22_3` makes them 256B token-passes.
+"""
+
+from ml_collections import ConfigDict
+
+from fbt_jax.config import default_config
+
+
+def get_config() -> ConfigDict:
+    config = default_config()
+    config.data.seq_len = 8192
+    config.data.batch_size = 36  # 294,912 tokens
+
+    config.model.vocab_size = 100_352
+    config.model.width = 1536
+    config.model.num_layers = 24
+    config.model.num_heads = 16
+    config.model.num_kv_heads = 8
+    config.model.mlp_width = 6656
+    config.model.window = 2048
+    config.model.full_attention_every = 6
+    config.model.remat = 'per_layer'
+
+    config.passes.phases = 'progressive_75_22_3'
+
+    config.optimizer.matrix_learning_rate = 1e-2
+    config.optimizer.matrix_weight_decay = 0.01
+    config.optimizer.adam_learning_rate = 5e-4
+    config.optimizer.warmup_steps = 200
+    config.optimizer.decay_fraction = 0.25
+    config.optimizer.z_loss = 1e-5
+
+    config.training.steps = 678_168
+    config.training.log_every = 10
+    config.training.eval_every = 2000
+    config.training.checkpoint_every = 2000
+    return config
