@@ -1,4 +1,5 @@
-"""The 1B model without feedback: what `fbt_1b.py` is compared with, and what a run with feedback can start from (`init.from`).
+"""The 1B model without feedback: what `fbt_1b.py` is compared with, and what a run with feedback can start from
+(`init.from`).
 
     fbt train --config=configs/baseline_1b.py --workdir=gs://BUCKET/baseline_1b
 

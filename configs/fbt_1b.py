@@ -2,8 +2,9 @@
 
     fbt train --config=configs/fbt_1b.py --workdir=gs://BUCKET/fbt_1b
 
-Hardware: accelerators; 1.065B parameters in float32 with momentum need about 13 GB for parameters and optimizer state. Not yet run; shapes and
-parameter counts are tested. 678,168 steps of 36 x 8192 tokens are 200B tokens; `progressive_75_22_3` makes them 256B token-passes.
+Hardware: accelerators; 1.065B parameters in float32 with momentum need about 13 GB for parameters and optimizer
+state. Not yet run; shapes and parameter counts are tested. 678,168 steps of 36 x 8192 tokens are 200B tokens;
+`progressive_75_22_3` makes them 256B token-passes.
 """
 
 from ml_collections import ConfigDict

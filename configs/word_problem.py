@@ -2,8 +2,8 @@
 
     make demo        or        fbt train --config=configs/word_problem.py --workdir=runs/word_problem
 
-A row is 12 random generators (a transposition, a 5-cycle, the identity); the target at each position is their product so far, one of 120
-permutations, which never appears in the input.
+A row is 12 random generators (a transposition, a 5-cycle, the identity); the target at each position is their product
+so far, one of 120 permutations, which never appears in the input.
 """
 
 from ml_collections import ConfigDict

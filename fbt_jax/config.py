@@ -11,6 +11,8 @@ import ast
 import dataclasses
 import difflib
 import itertools
+import math
+import re
 import runpy
 import types
 import typing
@@ -369,11 +371,11 @@ def from_config_dict(config: config_dict.ConfigDict) -> Config:
 
 def _build(cls: Any, values: dict[str, Any], *, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise UserError(f'{prefix.rstrip(".")} = {values!r}: must be a section with keys')
+        raise UserError(_no_section(prefix.rstrip('.'), values))
     fields = {_key(f): f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
-            raise UserError(unknown_key(prefix + key))
+            raise UserError(unknown_key(f'{prefix}{key}'))
     hints = typing.get_type_hints(cls)
     kwargs = {}
     for key, value in values.items():
@@ -391,29 +393,35 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
     bases = [typing.get_origin(o) or o for o in options]
     if tuple in bases and isinstance(value, list | tuple):
         return tuple(value)
+    if isinstance(value, int) and not -(2**31) <= value < 2**31:
+        raise UserError(f'{key} = {value!r}: must fit in 32 bits')
     if bases == [float] and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if (isinstance(value, bool) and bool not in bases) or not isinstance(value, tuple(bases)):
         names = ' or '.join('none' if b is types.NoneType else b.__name__ for b in bases)
         raise UserError(f'{key} = {value!r}: must be of type {names}, not {type(value).__name__}')
-    if isinstance(value, float) and value != value:
-        raise UserError(f'{key} = {value!r}: must be a number')
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f'{key} = {value!r}: must be a finite number')
     return value
 
 
-def known_keys(cls: Any = Config, prefix: str = '') -> list[str]:
-    """Dotted names of every key, sections left out."""
+def _no_section(key: str, value: Any) -> str:
+    return f'{key} = {value!r}: must be a section with keys'
+
+
+def key_types(cls: Any = Config, prefix: str = '') -> dict[str, Any]:
+    """{dotted name: type} of every key, sections left out."""
     hints = typing.get_type_hints(cls)
-    keys = []
+    keys: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         nested = dataclasses.is_dataclass(hint)
-        keys += known_keys(hint, f'{prefix}{_key(field)}.') if nested else [prefix + _key(field)]
+        keys |= key_types(hint, f'{prefix}{_key(field)}.') if nested else {prefix + _key(field): hint}
     return keys
 
 
 def unknown_key(key: str) -> str:
-    keys = known_keys()
+    keys = list(key_types())
     same_leaf = [k for k in keys if k.split('.')[-1] == key.split('.')[-1]]
     near = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
     return f'unknown config key {key}; did you mean {near[0]}?'
@@ -424,31 +432,43 @@ def load_config_file(path: str, overrides: dict[str, str]) -> Config:
 
     Raises UserError for a missing or broken file, an unknown key or a bad value.
     """
+    values = _run_config_file(path)
+    types_by_key = key_types()
+    for key, text in overrides.items():
+        if key not in types_by_key:
+            raise UserError(unknown_key(key))
+        *sections, leaf = key.split('.')
+        target = values
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise UserError(_no_section(section, target))
+        target[leaf] = text if types_by_key[key] is str else parse_value(text)
+    return from_dict(values)
+
+
+def _run_config_file(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise UserError(f'--config={path}: no such file')
     try:
-        config = runpy.run_path(path)['get_config']()
-    except KeyError:
-        raise UserError(f'--config={path}: defines no get_config()') from None
-    except Exception as error:
-        raise UserError(f'--config={path}: {type(error).__name__}: {error}'.replace('\n', ' ')) from error
-    values = config.to_dict() if isinstance(config, config_dict.ConfigDict) else config
-    for key, text in overrides.items():
-        *sections, leaf = key.split('.')
-        if key not in known_keys():
-            raise UserError(unknown_key(key))
-        target = values
-        for section in sections:
-            target = target[section]
-        target[leaf] = parse_value(text)
-    return from_dict(values)
+        names = runpy.run_path(path)
+        config = names['get_config']() if 'get_config' in names else None
+    except (Exception, SystemExit) as error:  # whatever a user's file does
+        misspelt = re.search(r'Key "(\w+)" does not exist', str(error))  # ml_collections adds pages of other keys
+        what = unknown_key(misspelt[1]) if misspelt else f'{type(error).__name__}: {error}'
+        raise UserError(f'--config={path}: {" ".join(what.split())}') from error
+    if 'get_config' not in names:
+        raise UserError(f'--config={path}: defines no get_config()')
+    if not isinstance(config, config_dict.ConfigDict):
+        raise UserError(f'--config={path}: get_config() returns a {type(config).__name__}, must be a ConfigDict')
+    return config.to_dict()
 
 
 def parse_value(text: str) -> Any:
     """A Python literal (numbers, tuples, True, None), or else the text itself; `true` and `false` are booleans too."""
     try:
         return {'true': True, 'false': False}.get(text) if text in ('true', 'false') else ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that literal_eval may raise
         return text
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from fbt_jax.batch import Batch
 from fbt_jax.config import ModelConfig
 from fbt_jax.model.transformer import Transformer, init_params
-from fbt_jax.passes import Noise, multi_pass
+from fbt_jax.passes import MultiPass, Noise, multi_pass
 
 Array = np.ndarray
 Params = dict[str, Any]
@@ -128,23 +128,28 @@ def _apply(model: Transformer) -> Callable[..., jax.Array]:
     return run
 
 
+def run_passes(
+    model: Transformer, params: Params, batch: Batch, *, num_passes: int, noise: Noise | None = None
+) -> MultiPass:
+    """The package's scan, which yields the (h^k, h^{k-1}) that it was given. `noise` may have any key and rows."""
+    settings = None if noise is None else (noise.prefix_mixin, noise.jitter)
+    keys = None if noise is None else (noise.key, noise.rows_B)
+    return _run_passes(model, num_passes, settings)(params, batch, keys)
+
+
 def all_passes(
     model: Transformer, params: Params, batch: Batch, *, num_passes: int, noise: Noise | None = None
 ) -> Array:
-    """States of every pass, (K, B, T, D), from the package's scan. `noise` may have any key and rows."""
-    settings = None if noise is None else (noise.prefix_mixin, noise.jitter)
-    keys = None if noise is None else (noise.key, noise.rows_B)
-    return np.asarray(_all_passes(model, num_passes, settings)(params, batch, keys))
+    """States of every pass, (K, B, T, D)."""
+    return np.asarray(run_passes(model, params, batch, num_passes=num_passes, noise=noise).yields[0])
 
 
 @functools.cache
-def _all_passes(model: Transformer, num_passes: int, settings: tuple[bool, float] | None) -> Callable[..., jax.Array]:
+def _run_passes(model: Transformer, num_passes: int, settings: tuple[bool, float] | None) -> Callable[..., MultiPass]:
     @jax.jit
-    def run(params: Params, batch: Batch, keys: Any) -> jax.Array:
+    def run(params: Params, batch: Batch, keys: Any) -> MultiPass:
         noise = None if settings is None else Noise(*keys, *settings)
-        return multi_pass(
-            model, params, batch, num_passes=num_passes, per_pass=lambda hidden_BTD, _: hidden_BTD, noise=noise
-        ).yields
+        return multi_pass(model, params, batch, num_passes=num_passes, per_pass=lambda *states: states, noise=noise)
 
     return run
 

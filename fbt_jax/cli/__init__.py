@@ -39,8 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return modules[args.verb].run(args, rest)
     except UserError as error:
-        print(f'fbt {args.verb}: {error}', file=sys.stderr)
-        return 2
+        status, what = 2, str(error)
+    except (RuntimeError, OSError) as error:
+        status, what = 1, str(error)
+    except KeyboardInterrupt:
+        status, what = 130, 'interrupted'
+    print(f'fbt {args.verb}: {what}', file=sys.stderr)
+    return status
 
 
 def config_overrides(rest: list[str]) -> dict[str, str]:

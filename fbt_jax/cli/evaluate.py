@@ -9,7 +9,6 @@ aren't text, accuracy by position. `passes` counts the first, plain one.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +34,16 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     no_more_arguments(rest)
     if args.rows < 0:
         raise UserError(f'--rows={args.rows}: must not be negative')
-    passes = _passes(args.passes) if args.passes else None
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise UserError(f'--json={args.json}: no such folder')
+    passes = None if args.passes is None else _passes(args.passes)
+    if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        raise UserError(f'--json={args.json}: must be a file in a folder that exists')
 
     from fbt_jax.data import open_data
     from fbt_jax.evaluation.per_pass import evaluate_passes, make_eval_step
     from fbt_jax.training import summary
     from fbt_jax.training.run_folder import load_run
 
-    try:
-        trained = load_run(args.workdir, args.step)
-    except RuntimeError as error:
-        print(f'fbt evaluate: {error}', file=sys.stderr)
-        return 1
+    trained = load_run(args.workdir, args.step)
     config = trained.config
     has_feedback = config.model.fusion != 'none'
     passes = passes or list(range(1, config.passes.max_passes + 3 if has_feedback else 2))

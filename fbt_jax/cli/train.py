@@ -34,7 +34,4 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(stopped.status)
-    except RuntimeError as error:
-        print(f'fbt train: {error}', file=sys.stderr)
-        return 1
     return 0

@@ -1,20 +1,15 @@
 """Checkpoints: a thin layer over Orbax that saves in the background, keeps the right ones and trusts no byte it reads.
 
 DIR/checkpoints/STEP holds three items: `state` (a pytree of arrays), `data` (the position of the input iterator, one
-file a process) and `meta` (the caller's JSON, and a manifest: path, shape, dtype and digest of every leaf). Orbax and
-TensorStore keep no checksum of array bytes, so each leaf is hashed on the device at save and again at restore.
+file a process) and `meta` (the caller's JSON, and a manifest: path, shape, dtype and digest of every leaf). Every
+byte is checked against a digest at restore, see `integrity.py`.
 A step counts once Orbax has renamed its finished folder into place; older ones are removed after that, never before.
 """
 
 import contextlib
-import gc
-import json
 import logging
 import math
-import sys
-import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grain.checkpoint
@@ -26,9 +21,18 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
-# What says nothing about the bytes on disk: with these a step is neither called damaged nor moved away.
-_NOT_DAMAGE = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
-_NOT_DAMAGE_STATUS = ('UNAVAILABLE', 'DEADLINE_EXCEEDED', 'PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED')
+from fbt_jax.training.integrity import (
+    DamagedError,
+    brief,
+    damage,
+    manifest_of,
+    named_leaves,
+    quiet_failures,
+    require_digests,
+    seal,
+    unseal,
+)
+
 _TREES = {'params': ('params',), 'params+opt_state': ('params', 'opt_state')}
 
 
@@ -36,37 +40,8 @@ _TREES = {'params': ('params',), 'params+opt_state': ('params', 'opt_state')}
 logging.getLogger('absl').addFilter(lambda record: 'orbax' not in record.pathname)
 
 
-@contextlib.contextmanager
-def _quiet_failures() -> Iterator[None]:
-    """Hides the pages of traceback that the abandoned reads of a damaged step print beside the error that is raised."""
-    hook, asyncio_log = sys.unraisablehook, logging.getLogger('asyncio')
-
-    def is_abandoned(info: Any) -> bool:
-        return 'Event loop is closed' in str(info.exc_value) or 'coroutine' in repr(info.object)
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        return 'never retrieved' not in record.getMessage()
-
-    sys.unraisablehook = lambda info: None if is_abandoned(info) else hook(info)
-    asyncio_log.addFilter(is_wanted)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', message='coroutine .* was never awaited')
-            try:
-                yield
-            finally:
-                gc.collect()  # they complain when they are freed, which must happen in here
-    finally:
-        sys.unraisablehook = hook
-        asyncio_log.removeFilter(is_wanted)
-
-
 class CheckpointError(RuntimeError):
     """A save failed, or no checkpoint of a run can be read."""
-
-
-class _DamagedError(Exception):
-    """Something was read, but it isn't what was saved."""
 
 
 class Restored(NamedTuple):
@@ -109,7 +84,7 @@ class Checkpoints:
             try:
                 self._losses[step] = _read_header(self._manager, step)['loss_pass_1']
             except Exception as error:
-                _damage(error)  # never the best, then; restore_latest deals with it
+                damage(error)  # never the best, then; restore_latest deals with it
 
     def __enter__(self) -> 'Checkpoints':
         return self
@@ -149,14 +124,14 @@ class Checkpoints:
             'meta': meta,
             'loss_pass_1': loss,
             'process_count': jax.process_count(),
-            'leaves': _manifest(state),
+            'leaves': manifest_of(state),
         }
         self._losses[step] = loss
         self._saving = step
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(_nest(named_leaves(state))),
-            data=grain.checkpoint.CheckpointSave(_SealedPosition(_seal(data_iterator.get_state()))),
-            meta=ocp.args.JsonSave({'sealed': _seal(header)}),
+            data=grain.checkpoint.CheckpointSave(_SealedPosition(seal(data_iterator.get_state()))),
+            meta=ocp.args.JsonSave({'sealed': seal(header)}),
         )
         try:
             return self._manager.save(step, args=items, force=True)
@@ -181,7 +156,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(self._saving, error) from error
         if not (self._manager.directory / str(self._saving)).exists():
-            raise self._failed(self._saving, _DamagedError('its folder is missing after the save'))
+            raise self._failed(self._saving, DamagedError('its folder is missing after the save'))
         self._saving = None
 
     def close(self) -> None:
@@ -194,7 +169,7 @@ class Checkpoints:
             raise
         self._manager.close()
 
-    @_quiet_failures()
+    @quiet_failures()
     def restore_latest(self, abstract_state: Any, data_iterator: Any, *, say: Callable[[str], None]) -> Restored | None:
         """The newest readable checkpoint; None only if there is no checkpoint at all.
 
@@ -210,13 +185,13 @@ class Checkpoints:
             try:
                 header = _read_header(self._manager, step)
             except Exception as error:
-                damaged[step] = _damage(error)
+                damaged[step] = damage(error)
                 continue
             _require_fit(f'checkpoint {step} in {self._manager.directory}', header, abstract_state)
             try:
                 state, position = self._read(step, header['leaves'], abstract_state)
             except Exception as error:
-                damaged[step] = _damage(error)
+                damaged[step] = damage(error)
                 continue
             _set_position(data_iterator, position, f'checkpoint {step} in {self._manager.directory}')
             for bad in damaged:
@@ -239,9 +214,9 @@ class Checkpoints:
             state=ocp.args.StandardRestore(_nest(target)), data=grain.checkpoint.CheckpointRestore(position)
         )
         leaves = named_leaves(self._manager.restore(step, args=items).state)
-        _require_digests(leaves, manifest)
+        require_digests(leaves, manifest)
         cast = [leaves[name].astype(leaf.dtype) for name, leaf in wanted.items()]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), cast), _unseal(position.text)
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), cast), unseal(position.text)
 
     def _set_aside(self, step: int, reason: str, say: Callable[[str], None]) -> None:
         home = self._root / 'corrupt_checkpoints'
@@ -259,12 +234,12 @@ class Checkpoints:
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         where = self._manager.directory / str(step)
-        self._failure = CheckpointError(f'saving the checkpoint {where} failed: {_brief(error)}')
+        self._failure = CheckpointError(f'saving the checkpoint {where} failed: {brief(error)}')
         self._losses.pop(step, None)
         return self._failure
 
 
-@_quiet_failures()
+@quiet_failures()
 def load_tree(workdir: str, step: int | None = None, *, what: str = 'params') -> Loaded:
     """Reads `params` or `params+opt_state` of a checkpoint (default: the newest) with no knowledge of what saved it.
 
@@ -290,26 +265,13 @@ def load_tree(workdir: str, step: int | None = None, *, what: str = 'params') ->
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
             restore = ocp.args.PyTreeRestore(target, restore_args=as_numpy, partial_restore=True)
             tree = manager.restore(step, args=ocp.args.Composite(state=restore)).state
-            _require_digests(named_leaves(tree), leaves)
+            require_digests(named_leaves(tree), leaves)
         except Exception as error:
-            reason = _damage(error)
+            reason = damage(error)
             others = ', '.join(str(s) for s in steps if s != step) or 'none'
             message = f'checkpoint {step} in {workdir} cannot be read ({reason}); other steps: {others}'
             raise CheckpointError(message) from error
     return Loaded(step, tree, header['meta'])
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """{'params/layers/w': leaf, ...}: the names under which leaves are saved, compared and reported.
-
-    A NamedTuple's field, a dict's key and a sequence's index all give plain names, so that the trees of `load_tree` and
-    the optimizer state they were saved from have the same ones; optax's empty nodes have none.
-    """
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def _nest(leaves: dict[str, Any]) -> dict[str, Any]:
@@ -370,28 +332,15 @@ class _SealedPosition:
         """Part of the handler's protocol; there is nothing to fetch."""
 
 
-def _seal(value: Any) -> str:
-    """JSON text that carries its own checksum: a flipped digit in JSON would otherwise read as another number."""
-    text = json.dumps(value, allow_nan=False)
-    return f'{zlib.crc32(text.encode()):08x} {text}'
-
-
-def _unseal(sealed: str) -> Any:
-    checksum, _, text = sealed.partition(' ')
-    if checksum != f'{zlib.crc32(text.encode()):08x}':
-        raise _DamagedError('the checksum of its JSON differs')
-    return json.loads(text)
-
-
 def _read_header(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-    return _unseal(manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta['sealed'])
+    return unseal(manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta['sealed'])
 
 
 def _set_position(data_iterator: Any, position: Any, where: str) -> None:
     try:
         data_iterator.set_state(position)
     except Exception as error:
-        raise ValueError(f'{where}: the data pipeline does not take the saved position: {_brief(error)}') from error
+        raise ValueError(f'{where}: the data pipeline does not take the saved position: {brief(error)}') from error
 
 
 def _require_fit(where: str, header: dict[str, Any], abstract_state: Any) -> None:
@@ -424,62 +373,3 @@ def _require_fit(where: str, header: dict[str, Any], abstract_state: Any) -> Non
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding:
     return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def _manifest(state: Any) -> dict[str, dict[str, Any]]:
-    leaves = named_leaves(state)
-    digests = _digests(leaves)
-    return {
-        name: {'shape': list(leaf.shape), 'dtype': str(leaf.dtype), 'digest': digests[name]}
-        for name, leaf in leaves.items()
-    }
-
-
-def _require_digests(leaves: dict[str, Any], manifest: dict[str, dict[str, Any]]) -> None:
-    digests = _digests(leaves)
-    wrong = [name for name in manifest if digests[name] != manifest[name]['digest']]
-    if wrong:
-        raise _DamagedError(
-            f'the bytes of {", ".join(wrong[:3])}{" and others" if wrong[3:] else ""} are not those saved'
-        )
-
-
-def _digests(leaves: dict[str, Any]) -> dict[str, int]:
-    """32-bit digest of the bits of each array, the same on every mesh; all are dispatched before one is read."""
-    with jax.enable_x64(True):  # numpy's 64-bit arrays must not be narrowed on the way
-        digests = jax.device_get({name: _digest(leaf) for name, leaf in leaves.items()})
-    return {name: int(value) for name, value in digests.items()}
-
-
-@jax.jit
-def _digest(x: jax.Array) -> jax.Array:
-    """Sum over words of mix(word + f(position)) modulo 2**32, `mix` being murmur3's finaliser.
-
-    A bijection of each word, so that a change within one word is always found, and others up to 1 in 2**32. Only
-    elementwise operations and one sum: nothing is gathered or reordered on a sharded array.
-    """
-    bits = jnp.dtype(f'uint{8 * min(x.dtype.itemsize, 4)}')
-    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-    words = jax.lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
-    for axis in range(words.ndim):
-        odd = jnp.uint32(pow(0x9E3779B1, axis + 1, 2**32))
-        words = words + odd * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(words ^ (words >> 16), dtype=jnp.uint32)
-
-
-def _damage(error: Exception) -> str:
-    """One line on what is wrong with the bytes of a step; raises `error` again where it says nothing about them."""
-    reason = _brief(error)
-    if isinstance(error, _NOT_DAMAGE) or any(status in reason for status in _NOT_DAMAGE_STATUS):
-        raise error
-    return reason
-
-
-def _brief(error: BaseException) -> str:
-    """One line: the first of the deepest cause, which is where TensorStore says what is wrong."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = (str(error).strip().splitlines() or [''])[0][:200]
-    return text if isinstance(error, _DamagedError) else f'{type(error).__name__}: {text}'

@@ -10,6 +10,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +24,13 @@ from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_
 from fbt_jax.model.transformer import Transformer, init_params
 from fbt_jax.passes import PURPOSE_INIT, step_key
 from fbt_jax.training import metrics, summary
-from fbt_jax.training.checkpoint import Checkpoints
+from fbt_jax.training.checkpoint import Checkpoints, Loaded
 from fbt_jax.training.flops import peak_flops, train_flops
 from fbt_jax.training.optimizer import decay_start, make_optimizer
-from fbt_jax.training.run_folder import claim_folder, locked
+from fbt_jax.training.run_folder import claim_folder, enable_float64, has_checkpoint, locked
 from fbt_jax.training.signals import Stopped, StopSignals
 from fbt_jax.training.step import StepMetrics, TrainState, make_train_step
-from fbt_jax.training.warm_start import warm_start
+from fbt_jax.training.warm_start import load_source, warm_start
 
 MAX_NONFINITE_IN_A_ROW = 10
 FINAL_PASSES = (1, 2, 3, 5, 10, 30)
@@ -61,17 +62,18 @@ def train(config: Config, workdir: str) -> None:
 
     Raises:
       UserError: a user's mistake, one line.
-      Stopped: SIGTERM or SIGINT came; a checkpoint was saved.
+      Stopped: SIGTERM or SIGINT came; a checkpoint was saved, and the person told.
       RuntimeError: a save failed, no checkpoint can be read, or ten steps in a row were not finite.
     """
-    with StopSignals() as stop, locked(workdir):
-        if config.model.dtype == 'float64':
-            jax.config.update('jax_enable_x64', True)
+    with StopSignals() as stop:
+        enable_float64(config)
         data = open_data(config)
         config = resolve(config, data)
-        claim_folder(workdir, config, data.fingerprint, say)
-        with Checkpoints(workdir, config.training.keep_checkpoints) as checkpoints:
-            _Trainer(config, workdir, data, checkpoints, stop).run()
+        trainer = _Trainer(config, workdir, data, stop)  # all that a user may have got wrong is found before `locked`
+        with locked(workdir):
+            claim_folder(workdir, config, data.fingerprint, say)
+            with Checkpoints(workdir, config.training.keep_checkpoints) as checkpoints:
+                trainer.run(checkpoints)
 
 
 def resolve(config: Config, data: Data) -> Config:
@@ -100,8 +102,8 @@ def batch_shapes(config: Config) -> Batch:
 class _Trainer:
     """One attempt at a run. `run` reads top to bottom; the other methods are its steps."""
 
-    def __init__(self, config: Config, workdir: str, data: Data, checkpoints: Checkpoints, stop: StopSignals) -> None:
-        self.config, self.workdir, self.data, self.checkpoints, self.stop = config, workdir, data, checkpoints, stop
+    def __init__(self, config: Config, workdir: str, data: Data, stop: StopSignals) -> None:
+        self.config, self.workdir, self.data, self.stop = config, workdir, data, stop
         self.model = Transformer(config.model)
         self.optimizer = make_optimizer(config.optimizer, config.training.steps)
         self.iterator = data.train_iterator()
@@ -109,63 +111,81 @@ class _Trainer:
         self.pending: _Pending | None = None
         self.clock = time.perf_counter()
         self.validation: dict[str, Any] | None = None  # the newest row
+        self.profiling = False
         self.eval_passes = config.passes.max_passes + 2 if config.model.fusion != 'none' else 1
         self.eval_step = make_eval_step(self.model, num_passes=self.eval_passes)
+        self.init = jax.jit(make_init(config, self.model, self.optimizer))
+        self.source: Loaded | None = None
+        if config.init.from_ and not has_checkpoint(workdir):
+            self.source = load_source(config, jax.eval_shape(self.init))
 
-    def run(self) -> None:
+    def run(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
         steps = self.config.training.steps
         self.state = self._restore_or_init()
         first = int(self.state.step)
-        if first >= steps:
+        if first >= steps and not self._evaluation_missed(first):
             say(f'{self.workdir} has done its {steps} steps already')
             return self._final_table()
         with metrics.MetricsWriter(self.workdir, first if self.resumed else None) as self.writer:
             try:
-                step_function = self._compile()
-                self._missed_evaluation(first)
-                with self._bar(first) as self.bar:
-                    for step in range(first + 1, steps + 1):
-                        self._profile(step)
-                        self.state, step_metrics = step_function(self.state, jax.device_put(next(self.iterator)))
-                        self._read_pending()
-                        self.pending = _Pending(step, step_metrics)
-                        if step % self.config.training.eval_every == 0 or step == steps:
-                            self._evaluate(step)
-                        if step % self.config.training.checkpoint_every == 0 or step == steps:
-                            self._save(step)
-                        self.checkpoints.check()
-                        self.stop.poll()
+                if self.source is not None:
+                    self.source = None  # its arrays are as large as the state
+                    self._tell_first_loss()
+                if self._evaluation_missed(first):
+                    self._evaluate(first)
+                if first < steps:
+                    self._take_steps(first)
             except Stopped as stopped:
                 self._save(int(self.state.step))
                 self.checkpoints.wait()
                 say(f'{stopped}: checkpoint {int(self.state.step)} saved in {self.workdir}; the same command resumes')
                 raise
             finally:
+                self._stop_profile()
                 self.iterator.close()
         self.checkpoints.wait()
         self._final_table()
 
+    def _take_steps(self, first: int) -> None:
+        steps = self.config.training.steps
+        step_function = self._compile()
+        with self._bar(first) as self.bar:
+            for step in range(first + 1, steps + 1):
+                self._start_profile(step)
+                self.state, step_metrics = step_function(self.state, jax.device_put(next(self.iterator)))
+                if self.profiling and step == self.config.training.profile_steps[1]:
+                    jax.block_until_ready(step_metrics)
+                    self._stop_profile()
+                self._read_pending()
+                self.pending = _Pending(step, step_metrics)
+                if self._evaluation_due(step):
+                    self._evaluate(step)
+                if step % self.config.training.checkpoint_every == 0 or step == steps:
+                    self._save(step)
+                self.checkpoints.check()
+                self.stop.poll()
+
     # Set-up
 
     def _restore_or_init(self) -> TrainState:
-        init = jax.jit(make_init(self.config, self.model, self.optimizer))
-        restored = self.checkpoints.restore_latest(jax.eval_shape(init), self.iterator, say=say)
-        self.resumed = restored is not None
+        try:
+            restored = self.checkpoints.restore_latest(jax.eval_shape(self.init), self.iterator, say=say)
+            self.resumed = restored is not None
+            self.evaluated = self._evaluated_steps() if self.resumed else set()
+        except ValueError as error:  # a damaged file or a checkpoint that doesn't fit, told in one line
+            raise RuntimeError(str(error)) from error
         if restored is not None:
             say(f'resuming {self.workdir} from step {restored.step}')
             self.tally = Tally(*(restored.meta[name] for name in Tally._fields))
             return restored.state
-        if not self.config.init.from_:
-            return init()
-        start = warm_start(self.config, init(), say)
+        if self.source is None:
+            return self.init()
         if self.config.init.data == 'continue':
-            self.iterator.set_state(start.meta['data_position'])
+            self.iterator.set_state(self.source.meta['data_position'])
         if self.config.init.schedule == 'continue':
-            self.tally = Tally(*(start.meta[name] for name in Tally._fields))
-        one_pass = make_eval_step(self.model, num_passes=1)
-        loss = self._results(one_pass, start.state.params, self.config.training.eval_rows).loss_K[0]
-        say(f'  validation loss after one pass, before step 1: {loss:.6f} nats/token')
-        return start.state
+            self.tally = Tally(*(self.source.meta[name] for name in Tally._fields))
+        return warm_start(self.config, self.init(), self.source, say)
 
     def _compile(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
         """Compiles the step ahead of its first call, and prints what it will cost."""
@@ -263,12 +283,31 @@ class _Trainer:
         say(f'step {step}: validation loss after 1..{self.eval_passes} passes: {losses} nats/token')
         self.clock = time.perf_counter()
 
-    def _missed_evaluation(self, step: int) -> None:
+    def _tell_first_loss(self) -> None:
+        one_pass = make_eval_step(self.model, num_passes=1)
+        loss = self._results(one_pass, self.state.params, self.config.training.eval_rows).loss_K[0]
+        say(f'  validation loss after one pass, before the first step: {loss:.6f} nats/token')
+
+    def _evaluation_due(self, step: int) -> bool:
+        return step % self.config.training.eval_every == 0 or step == self.config.training.steps
+
+    def _evaluation_missed(self, step: int) -> bool:
         """A signal in the middle of an evaluation saves the step without its row; the resumed run makes up for it."""
-        if step and step % self.config.training.eval_every == 0 and self.writer.last_step('validation') != step:
-            self._evaluate(step)
+        return step > 0 and self._evaluation_due(step) and step not in self.evaluated
+
+    def _evaluated_steps(self) -> set[int]:
+        path = Path(self.workdir) / 'metrics.jsonl'
+        rows = metrics.read_rows(path) if path.exists() else []
+        return {row['step'] for row in rows if row['split'] == 'validation'}
 
     def _final_table(self) -> None:
+        try:
+            self._print_final_table()
+        except Stopped as stopped:
+            say(f'{stopped}: the run in {self.workdir} is complete; the same command prints its table')
+            raise
+
+    def _print_final_table(self) -> None:
         show = summary.printer(say)
         say(f'validation, all {self.data.num_validation_rows} rows:')
         results = self._results(self.eval_step, self.state.params, 0)
@@ -294,12 +333,15 @@ class _Trainer:
         self.checkpoints.save(step, self.state, data_iterator=self.iterator, meta=meta, metrics=row)
         self.clock = time.perf_counter()
 
-    def _profile(self, step: int) -> None:
-        if not self.config.training.profile_steps:
-            return
-        first, last = self.config.training.profile_steps
-        if step == first:
+    def _start_profile(self, step: int) -> None:
+        """At the first step of `profile_steps` that this attempt takes."""
+        window = self.config.training.profile_steps
+        if window and not self.profiling and window[0] <= step <= window[1]:
             jax.profiler.start_trace(f'{self.workdir}/tensorboard')
-        elif step == last + 1:
-            jax.block_until_ready(self.state)
+            self.profiling = True
+
+    def _stop_profile(self) -> None:
+        """After the last, or wherever the attempt ends before that: an open trace is never written."""
+        if self.profiling:
+            self.profiling = False
             jax.profiler.stop_trace()

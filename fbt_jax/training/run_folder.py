@@ -40,11 +40,18 @@ class Run(NamedTuple):
 def load_run(workdir: str, step: int | None = None) -> Run:
     """The model of a run at a checkpoint (default: the newest), on this machine's devices; needs no training data.
 
+    A model of float64 switches `jax_enable_x64` on, without which JAX would round it to float32.
+
     Raises:
       UserError: `workdir` holds no run, or no checkpoint of that step.
+      RuntimeError: the checkpoint can't be read.
     """
     config = read_config(workdir)
-    loaded = load_tree(workdir, step)
+    enable_float64(config)
+    try:
+        loaded = load_tree(workdir, step)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     params = jax.tree.map(jax.numpy.asarray, loaded.tree['params'])
     return Run(Transformer(config.model), params, config, load_tokenizer(config.data), loaded.step)
 
@@ -52,6 +59,16 @@ def load_run(workdir: str, step: int | None = None) -> Run:
 def read_config(workdir: str) -> Config:
     """The resolved config that the run in `workdir` was started with."""
     return from_dict(_read_record(workdir)['config'])
+
+
+def enable_float64(config: Config) -> None:
+    if config.model.dtype == 'float64':
+        jax.config.update('jax_enable_x64', True)
+
+
+def has_checkpoint(workdir: str) -> bool:
+    """Whether a start in `workdir` will resume. (A save that isn't complete has a longer name.)"""
+    return any(path.name.isdigit() for path in Path(workdir).glob('checkpoints/*'))
 
 
 def claim_folder(workdir: str, config: Config, fingerprint: str, say: Callable[[str], None]) -> None:
@@ -87,8 +104,11 @@ def claim_folder(workdir: str, config: Config, fingerprint: str, say: Callable[[
         'device_count': jax.device_count(),
     }
     temporary = path.with_suffix('.tmp')
-    temporary.write_text(json.dumps(record, indent=2) + '\n')
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(record, indent=2) + '\n')
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f'--workdir={workdir}: cannot write {path}: {error.strerror}') from None
 
 
 @contextmanager
@@ -96,9 +116,9 @@ def locked(workdir: str) -> Iterator[None]:
     """Creates the folder and holds it: two processes that train in one folder would spoil each other's files."""
     try:
         Path(workdir).mkdir(parents=True, exist_ok=True)
+        handle = os.open(workdir, os.O_RDONLY)
     except OSError as error:
         raise UserError(f'--workdir={workdir}: {error.strerror}') from None
-    handle = os.open(workdir, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -110,12 +130,15 @@ def locked(workdir: str) -> Iterator[None]:
 
 def _read_record(workdir: str) -> dict[str, Any]:
     path = Path(workdir) / 'config.json'
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f'{workdir}: no run here (no config.json)')
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        record = json.loads(path.read_text())
+    except ValueError as error:
         raise UserError(f'{path} is not valid JSON: {error}') from None
+    if not isinstance(record, dict) or not record.keys() >= {'config', 'data_fingerprint'}:
+        raise UserError(f'{path} is not the record of a run: it has no config or no data_fingerprint')
+    return record
 
 
 def _git_commit() -> str | None:

@@ -36,7 +36,8 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._number = number
-        signal.signal(number, signal.SIG_DFL)
+        for handled in self._previous:
+            signal.signal(handled, signal.SIG_DFL)
 
     def poll(self) -> None:
         if self._number is not None:

@@ -7,29 +7,25 @@ step count and the data position go on from the source's or start anew, as `init
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fbt_jax.config import Config, UserError, changed_keys, to_dict
-from fbt_jax.training.checkpoint import load_tree, named_leaves
+from fbt_jax.training.checkpoint import Loaded, load_tree
+from fbt_jax.training.integrity import named_leaves
 from fbt_jax.training.run_folder import read_config
 from fbt_jax.training.step import TrainState
 
 
-class WarmStart(NamedTuple):
-    state: TrainState
-    meta: dict[str, Any]  # of the source's checkpoint
-    source_step: int
-
-
-def warm_start(config: Config, fresh: TrainState, say: Callable[[str], None]) -> WarmStart:
-    """`fresh` with everything that the source run has put in its place.
+def load_source(config: Config, shapes: TrainState) -> Loaded:
+    """The newest checkpoint of the run `init.from`, found to fit `shapes`. Reads only, so that a mistake costs nothing.
 
     Raises:
-      UserError: the source is no run, has another data order although `init.data` is 'continue', or does not fit this
-      model.
+      UserError: the source is no run, does not fit this model, has another data order although `init.data` is
+      'continue', or is past the last step although `init.schedule` is.
+      RuntimeError: its newest checkpoint can't be read.
     """
     source = config.init.from_
     if config.init.data == 'continue':
@@ -38,22 +34,33 @@ def warm_start(config: Config, fresh: TrainState, say: Callable[[str], None]) ->
         loaded = load_tree(source, what='params+opt_state' if config.init.optimizer else 'params')
     except ValueError as error:
         raise UserError(f'init.from = {source}: {error}') from None
-    target = {'params': fresh.params} | ({'opt_state': fresh.opt_state} if config.init.optimizer else {})
-    wanted, found = named_leaves(target), named_leaves(loaded.tree)
-
-    missing = [name for name in wanted if name not in found]
-    wrong = [name for name in missing if 'fusion' not in name.split('/')]
+    wanted, found = named_leaves(_taken_part(config, shapes)), named_leaves(loaded.tree)
+    wrong = [f'{name} is missing' for name in wanted if name not in found and 'fusion' not in name.split('/')]
     wrong += [
-        f'{n} {found[n].shape} for {wanted[n].shape}'
-        for n in wanted
-        if n in found and found[n].shape != wanted[n].shape
+        f'{name} {found[name].shape} for {leaf.shape}'
+        for name, leaf in wanted.items()
+        if name in found and found[name].shape != leaf.shape
     ]
     if wrong:
-        raise UserError(f'init.from = {source}: does not fit this model: {", ".join(wrong[:6])}')
+        wrong.sort(key=lambda name: not name.startswith('params/'))  # the moments only repeat it
+        more = f' and {len(wrong) - 6} more' if len(wrong) > 6 else ''
+        raise UserError(f'init.from = {source}: does not fit this model: {", ".join(wrong[:6])}{more}')
+    if config.init.schedule == 'continue' and loaded.step >= config.training.steps:
+        raise UserError(
+            f"training.steps = {config.training.steps}: with init.schedule = 'continue' the run goes on from step "
+            f'{loaded.step} of {source}, so it must be more than that'
+        )
+    return loaded
+
+
+def warm_start(config: Config, fresh: TrainState, loaded: Loaded, say: Callable[[str], None]) -> TrainState:
+    """`fresh` with everything in its place that `load_source` has found; tells what was taken, initialised and left."""
+    source, target = config.init.from_, _taken_part(config, fresh)
+    wanted, found = named_leaves(target), named_leaves(loaded.tree)
+    missing = [name for name in wanted if name not in found]
     left = [name for name in found if name not in wanted]
     leaves = [jnp.asarray(found[n], leaf.dtype) if n in found else leaf for n, leaf in wanted.items()]
-    taken = jax.tree.unflatten(jax.tree.structure(target), leaves)
-    state = fresh._replace(**taken)
+    state = fresh._replace(**jax.tree.unflatten(jax.tree.structure(target), leaves))
     if config.init.schedule == 'continue':
         state = state._replace(step=jnp.asarray(loaded.step, jnp.int32))
 
@@ -64,7 +71,11 @@ def warm_start(config: Config, fresh: TrainState, say: Callable[[str], None]) ->
         f'  schedule: {config.init.schedule}, data: {config.init.data}, '
         f'optimizer state: {"taken" if config.init.optimizer else "new"}'
     )
-    return WarmStart(state, loaded.meta, loaded.step)
+    return state
+
+
+def _taken_part(config: Config, state: TrainState) -> dict[str, Any]:
+    return {'params': state.params} | ({'opt_state': state.opt_state} if config.init.optimizer else {})
 
 
 def _require_same_data(config: Config, source: str) -> None:

@@ -1,0 +1,83 @@
+"""Pictures of a run, by matplotlib: loss over training and by number of passes, accuracy by position."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fbt_jax.evaluation.per_pass import PassResults
+
+COLOURS = ('#0b5394', '#c55a11', '#38761d', '#741b47', '#7f6000', '#134f5c')
+
+
+def draw_run(path: str, rows: Sequence[dict[str, Any]], results: PassResults, passes: Iterable[int]) -> None:
+    """A PNG of two panels.
+
+    Left: validation loss over training by number of passes, with the training loss after one pass behind. Right: what
+    `results` say after each of `passes` passes: nats per byte for text, accuracy by position elsewhere.
+
+    Args:
+      rows: of metrics.jsonl, both splits.
+    """
+    figure, (left, right) = _figure(2)
+    train = [row for row in rows if row['split'] == 'train' and row['loss_pass_1'] is not None]
+    seen, losses = [row['tokens'] for row in train], [row['loss_pass_1'] for row in train]
+    left.plot(seen, losses, color='0.75', linewidth=1, label='training, 1 pass')
+    validation = [row for row in rows if row['split'] == 'validation']
+    tokens = {row['step']: row['tokens'] for row in train}
+    shown = [row for row in validation if row['step'] in tokens]
+    for k in range(1, 1 + max((row['passes'] for row in shown), default=0)):
+        left.plot(
+            [tokens[row['step']] for row in shown],
+            [row[f'loss_pass_{k}'] for row in shown],
+            color=COLOURS[(k - 1) % len(COLOURS)],
+            marker='.',
+            label=f'validation, {k} pass{"es" if k > 1 else ""}',
+        )
+    left.set(xlabel='training tokens', ylabel='loss, nats per token', title='Loss over training')
+    left.legend(frameon=False, fontsize=8)
+
+    passes = list(passes)
+    if results.nats_per_byte_K is None:
+        _draw_positions(right, {f'{k} passes': [results.accuracy_KP[k - 1]] for k in passes})
+    else:
+        right.plot(passes, results.nats_per_byte_K[[k - 1 for k in passes]], color=COLOURS[0], marker='.')
+        right.set(xscale='log', xlabel='passes', ylabel='nats per byte', title='Validation loss by passes')
+        right.set_xticks(passes, [str(k) for k in passes])
+        right.minorticks_off()
+    figure.savefig(path, dpi=130)
+
+
+def draw_positions(path: str, curves: dict[str, list[np.ndarray]], *, title: str, chance: float | None = None) -> None:
+    """A PNG of accuracy by position within the document; each label's runs (seeds) are thin lines around their mean."""
+    figure, (axes,) = _figure(1)
+    _draw_positions(axes, curves)
+    if chance is not None:
+        axes.axhline(chance, color='0.6', linestyle=':', linewidth=1)
+        axes.annotate('chance', (1, chance), color='0.4', fontsize=8, va='bottom')
+    axes.set_title(title)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_positions(axes: Any, curves: dict[str, list[np.ndarray]]) -> None:
+    for (label, runs), colour in zip(curves.items(), COLOURS, strict=False):
+        positions = np.arange(1, len(runs[0]) + 1)
+        if len(runs) > 1:
+            for run in runs:
+                axes.plot(positions, run, color=colour, linewidth=0.7, alpha=0.5)
+        axes.plot(positions, np.mean(runs, axis=0), color=colour, marker='.', label=label)
+    axes.set(xlabel='position', ylabel='accuracy', title='Accuracy by position', ylim=(0, 1.03), xticks=positions)
+    axes.legend(frameon=False, fontsize=8, loc='lower left')
+
+
+def _figure(columns: int) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use('agg')
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, figsize=(5.6 * columns, 3.8), layout='constrained', squeeze=False)
+    for ax in axes[0]:
+        ax.spines[['top', 'right']].set_visible(False)
+        ax.grid(alpha=0.25)
+    return figure, axes[0]
