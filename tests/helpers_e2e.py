@@ -1,4 +1,4 @@
-"""Runs of `fbt` as a user starts them: processes of their own, that can be killed, on a model that compiles in seconds."""
+"""Runs of `fbt` as a user starts them: killable processes of their own, on a model that compiles in seconds."""
 
 import atexit
 import functools

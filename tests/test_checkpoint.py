@@ -296,7 +296,7 @@ def test_what_is_not_damage_moves_nothing(workdir, two_saved, monkeypatch):
     def out_of_memory(*_):
         raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory')
 
-    monkeypatch.setattr(checkpoint, '_require_digests', out_of_memory)
+    monkeypatch.setattr(checkpoint, 'require_digests', out_of_memory)
     with pytest.raises(jax.errors.JaxRuntimeError):
         restore(workdir)
     assert folders(workdir) == [10, 20]

@@ -219,7 +219,10 @@ def test_a_wrong_override_is_told(tmp_path: Path, overrides: dict[str, str], tol
             'def get_config():\n    c = default_config().unlock()\n    c.seeed = 3\n    return c\n',
             r'did you mean seed\?',
         ),
-        ('def get_config():\n    c = default_config().unlock()\n    c.model = 3\n    return c\n', r'must be a section'),
+        (
+            'import ml_collections\n\ndef get_config():\n    return ml_collections.ConfigDict({"model": 3})\n',
+            r'model = 3: must be a section with keys',
+        ),
     ],
 )
 def test_a_wrong_file_is_told(tmp_path: Path, body: str, told: str) -> None:

@@ -5,7 +5,6 @@ K passes.
 """
 
 import functools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,15 +57,15 @@ class CountingModel:
 class Step:
     """A compiled train step with its own model and optimizer."""
 
-    def __init__(self, config: Config, *, donate: bool = False) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.model = CountingModel(make_model(dtype=config.model.dtype))
         self.optimizer = make_optimizer(config.optimizer, STEPS)
         self.function = make_train_step(config, self.model, self.optimizer)
-        options = {'xla_backend_optimization_level': 0}
-        self.jitted = jax.jit(self.function, donate_argnums=(0,) if donate else (), compiler_options=options)
+        self.jitted = jax.jit(self.function, compiler_options={'xla_backend_optimization_level': 0})
+        self.init = functools.cache(self._init)
 
-    def init(self) -> TrainState:
+    def _init(self) -> TrainState:
         params = jax.tree.map(jnp.asarray, make_params(self.model.model))
         return TrainState(params, self.optimizer.init(params), jnp.int32(0))
 
@@ -93,7 +92,8 @@ def x64() -> Iterator[None]:
 
 @pytest.fixture(scope='module')
 def batch() -> Batch:
-    return make_batch(LENGTHS)
+    batch = make_batch(LENGTHS)
+    return batch._replace(weights=np.ceil(4 * batch.weights) / np.float32(4))  # sums are exact in float32
 
 
 @functools.cache
@@ -214,9 +214,9 @@ def test_gradient_is_that_of_the_reference(num_passes: int, batch: Batch) -> Non
 
         ahead, behind = (
             reference_loss(step, optax.tree.add_scale(state.params, e, direction), batch, at, num_passes, Z_LOSS)[0]
-            for e in (1e-5, -1e-5)
+            for e in (1e-6, -1e-6)
         )
-        slope = (ahead - behind) / 2e-5
+        slope = (ahead - behind) / 2e-6
         product = sum(np.sum(gradient[name] * along) for name, along in named(direction).items())
         assert product == pytest.approx(slope, rel=1e-6, abs=1e-8), group
 
@@ -277,40 +277,41 @@ def test_a_batch_without_a_counted_token_is_no_division_by_zero(batch: Batch) ->
     _, metrics = step(step.init(), batch._replace(weights=np.zeros_like(batch.weights)), step_that_draws(2))
     assert float(metrics.loss) == 0
     assert int(metrics.nonfinite_in_a_row) == 0
-    assert int(metrics.tokens) == 0
 
 
 # The pass count
 
 
 def test_a_run_of_sampled_pass_counts_is_one_compilation(batch: Batch) -> None:
-    """40 steps: no retrace, the counts drawn are those of the schedule, the step counts up, nothing is left on the way.
-
-    The state's buffers are donated: all of them can be, and are.
-    """
-    step = Step(make_config(dtype='float32'), donate=True)
+    """40 steps: no retrace at the second or later, the counts drawn are the schedule's, the step counts up."""
+    step = compiled(dtype='float32')
     state = step.init()
     types = [(x.shape, x.dtype, x.aval.weak_type) for x in jax.tree.leaves(state)]
     passes, rates, traces = [], [], set()
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')  # jax warns of donated buffers that it cannot use
-        for i in range(STEPS):
-            old = state
-            state, metrics = step(old, batch)
-            traces.add(step.model.traces)
-            assert all(x.is_deleted() for x in jax.tree.leaves(old)), i
-            assert [(x.shape, x.dtype, x.aval.weak_type) for x in jax.tree.leaves(state)] == types
-            assert int(state.step) == i + 1
-            passes.append(int(metrics.passes))
-            rates.append(float(metrics.learning_rate))
-            assert np.all(np.isfinite(metrics.loss_K))
-            assert np.count_nonzero(metrics.loss_K) == passes[-1]
+    for i in range(STEPS):
+        state, metrics = step(state, batch)
+        traces.add(step.model.traces)
+        assert [(x.shape, x.dtype, x.aval.weak_type) for x in jax.tree.leaves(state)] == types
+        assert int(state.step) == i + 1
+        passes.append(int(metrics.passes))
+        rates.append(float(metrics.learning_rate))
+        assert np.all(np.isfinite(metrics.loss_K))
+        assert np.count_nonzero(metrics.loss_K) == passes[-1]
     assert step.jitted._cache_size() == 1
     assert len(traces) == 1, 'the model was traced in the first step only'
     assert passes == [drawn(i) for i in range(STEPS)]
     assert set(passes) == {1, 2, 3}
     shares = [0.25, 0.5, 0.75] + [1.0] * 27 + [i / 11 for i in range(10, 0, -1)]
     np.testing.assert_allclose(rates, 1e-2 * np.array(shares), rtol=1e-5)
+
+
+def test_every_buffer_of_the_state_can_be_donated(batch: Batch) -> None:
+    """Each is aliased to a result, whatever the pass count."""
+    step = compiled(dtype='float32')
+    lowered = jax.jit(step.function, donate_argnums=0, keep_unused=True).lower(step.init(), batch)
+    text = lowered.as_text()
+    print(text[:3000])
+    assert text.count('tf.aliasing_output') == len(jax.tree.leaves(step.init()))
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -330,6 +331,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def primitives(jaxpr: Any) -> list[str]:
     return [eqn.primitive.name for eqn in equations(jaxpr)]
+
+
+def products(jaxpr: Any) -> int:
+    """How many matrices are multiplied; the loss's sums over the passes are vectors."""
+    dots = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == 'dot_general']
+    return sum(all(x.aval.ndim >= 2 for x in eqn.invars) for eqn in dots)
 
 
 def trace(phases: Any, **settings: Any) -> Any:
@@ -366,18 +373,17 @@ def test_a_single_pass_count_needs_no_switch(num_passes: int) -> None:
 def test_the_one_pass_branch_computes_what_a_plain_step_does() -> None:
     """No fusion, no prefixes, no jitter: the same products, and no random numbers."""
     (switch,) = pass_switches(trace(MIXTURE))
-    one, two, _ = (primitives(branch.jaxpr) for branch in switch.params['branches'])
-    single = primitives(trace(((0, (1.0,)),)))
-    optimizer = compiled(dtype='float32')
-    state = optimizer.init()
-    update = jax.make_jaxpr(optimizer.optimizer.update)(
+    one, two, _ = (branch.jaxpr for branch in switch.params['branches'])
+    single = trace(((0, (1.0,)),))
+    step = compiled(dtype='float32')
+    state = step.init()
+    update = jax.make_jaxpr(step.optimizer.update)(
         state.params, state.opt_state, state.params, step=jnp.int32(0), fused=jnp.bool_(True)
     )
-    products = primitives(update.jaxpr).count('dot_general')
-    assert one.count('dot_general') == single.count('dot_general') - products
-    assert one.count('dot_general') < two.count('dot_general')
-    assert not [name for name in one if name.startswith(('random_bits', 'threefry'))]
-    assert [name for name in two if name.startswith(('random_bits', 'threefry'))]
+    assert products(one) == products(single) - products(update.jaxpr)
+    assert products(one) < products(two)
+    assert 'random_bits' not in primitives(one)
+    assert 'random_bits' in primitives(two)
 
 
 def test_a_step_of_one_pass_leaves_the_fusion_as_it_is(batch: Batch) -> None:
