@@ -4,7 +4,8 @@ Shapes: B batch, T positions, D width, K passes.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ from fbt_jax.passes import MultiPass, Noise, multi_pass
 
 Array = np.ndarray
 Params = dict[str, Any]
+
+# For programs whose compilation dwarfs their run: LLVM's optimizations are left out, XLA's are not. Top level only.
+quick_jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 
 VOCAB_SIZE = 40
 SEQ_LEN = 12
@@ -146,7 +150,7 @@ def all_passes(
 
 @functools.cache
 def _run_passes(model: Transformer, num_passes: int, settings: tuple[bool, float] | None) -> Callable[..., MultiPass]:
-    @jax.jit
+    @quick_jit
     def run(params: Params, batch: Batch, keys: Any) -> MultiPass:
         noise = None if settings is None else Noise(*keys, *settings)
         return multi_pass(model, params, batch, num_passes=num_passes, per_pass=lambda *states: states, noise=noise)
@@ -165,7 +169,7 @@ def sequential_states(model: Transformer, params: Params, batch: Batch, plain_BT
 
 @functools.cache
 def _sequential(model: Transformer) -> Callable[..., jax.Array]:
-    @jax.jit
+    @quick_jit
     def run(params: Params, batch: Batch, plain_BT: jax.Array) -> jax.Array:
         index_T = jnp.arange(batch.tokens.shape[1])
 
@@ -184,3 +188,13 @@ def _sequential(model: Transformer) -> Callable[..., jax.Array]:
         return jax.lax.fori_loop(0, shape[1], step, jnp.zeros(shape, model.config.dtype))
 
     return run
+
+
+def jaxpr_sizes(jaxpr: Any) -> Iterator[int]:
+    """Elements of every intermediate, those of inner jaxprs included."""
+    for equation in jaxpr.eqns:
+        yield from (math.prod(v.aval.shape) for v in equation.outvars)
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, 'eqns') or hasattr(x, 'jaxpr')):
+            inner = getattr(value, 'jaxpr', value)
+            if hasattr(inner, 'eqns'):
+                yield from jaxpr_sizes(inner)

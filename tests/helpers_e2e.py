@@ -50,8 +50,7 @@ def get_config():
 """
 # The same without feedback, what `init.from` starts from.
 PLAIN = ('--config.model.fusion=none', '--config.passes.phases=one_pass')
-# For runs on text, whose validation rows are made few by their length.
-TEXT = ('--config.data.source=austen', '--config.data.tokenizer=bytes', '--config.data.seq_len=1024')
+TEXT = ('--config.data.source=austen', '--config.data.tokenizer=bytes', '--config.data.seq_len=256')
 TIMES = ('tokens_per_second', 'step_seconds', 'mfu')
 
 

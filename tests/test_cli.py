@@ -327,6 +327,7 @@ def test_evaluate_counts_the_texts_bytes(capsys: pytest.CaptureFixture[str], con
     assert figures['bits_per_byte_pass_1'] == pytest.approx(bits, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_float64_runs_are_evaluated_in_float64(config: Path, tmp_path: Path) -> None:
     """In a process of its own, because the switch is for good."""
     run = tmp_path / 'run'

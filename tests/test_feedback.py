@@ -15,7 +15,6 @@ from helpers import apply, flat_params, float64, make_batch, make_model, make_pa
 from fbt_jax.config import FUSIONS
 from fbt_jax.model.feedback import Fusion
 from fbt_jax.model.transformer import init_params
-from fbt_jax.passes import multi_pass
 
 WIDTH = 8
 FUSED = tuple(f for f in FUSIONS if f != 'none')
@@ -148,21 +147,3 @@ def test_gated_input_does_not_depend_on_the_state_s_scale() -> None:
     hidden_BTD = apply(model, params, batch, 100 * prev_BTD)
     np.testing.assert_allclose(apply(model, params, batch, 1200 * prev_BTD), hidden_BTD, atol=1e-5)
     assert np.max(np.abs(apply(model, params, batch, -100 * prev_BTD) - hidden_BTD)) > 0.1
-
-
-def test_one_pass_gives_the_fusion_no_gradient_and_two_do() -> None:
-    """Exactly zero: a step of one pass freezes the matrices (known failure 43)."""
-    model, batch = make_model(num_layers=1, full_attention_every=1), make_batch()
-
-    def objective(params: Any, num_passes: int) -> jax.Array:
-        def per_pass(hidden_BTD: jax.Array, _: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(batch.segment_ids[..., None] > 0, hidden_BTD, 0) ** 3)
-
-        return jnp.sum(multi_pass(model, params, batch, num_passes=num_passes, per_pass=per_pass).yields)
-
-    gradient = jax.jit(jax.grad(objective), static_argnums=1)
-    params = make_params(model)
-    for matrix in jax.tree.leaves(gradient(params, 1)['fusion']):
-        assert not np.any(matrix)
-    for matrix in jax.tree.leaves(gradient(params, 2)['fusion']):
-        assert np.mean(np.abs(matrix) > 1e-6) > 0.9

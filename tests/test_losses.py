@@ -6,13 +6,14 @@ Shapes: B batch, T positions, C positions of a chunk, D width, V padded vocabula
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import float64
+from helpers import float64, jaxpr_sizes
 
 from fbt_jax import losses
 from fbt_jax.losses import TokenLosses, chunk_length, loss_sums, token_losses
@@ -76,9 +77,10 @@ def plain_objective(hidden_BTD: Any, embedding_VD: Any, targets_BT: Any) -> Any:
     return mixed_objective(nll_BT, jax.nn.logsumexp(logits_BTV, axis=-1))
 
 
+@partial(jax.jit, static_argnums=0, static_argnames='chunk')
 def gradients(objective: Callable[..., Any], inputs: Inputs, **kwargs: Any) -> tuple[Array, Array]:
     """With respect to hidden_BTD and embedding_VD."""
-    return jax.jit(jax.grad(lambda h, e: objective(h, e, inputs.targets_BT, **kwargs), argnums=(0, 1)))(*inputs[:2])
+    return jax.grad(partial(objective, **kwargs), argnums=(0, 1))(*inputs)
 
 
 def assert_close(actual: Any, expected: Any, *, tolerance: float) -> None:
@@ -238,16 +240,6 @@ def test_bfloat16_states_are_accumulated_in_float32() -> None:
     np.testing.assert_allclose(value, seq_len * math.log(vocab), rtol=1e-5)
     np.testing.assert_allclose(d_embedding_VD[0], seq_len * (1 / vocab - 1), rtol=5e-3)
     np.testing.assert_allclose(d_embedding_VD[1:], seq_len / vocab, rtol=5e-3)
-
-
-def jaxpr_sizes(jaxpr: Any) -> Iterator[int]:
-    """Elements of every intermediate, those of inner jaxprs included."""
-    for equation in jaxpr.eqns:
-        yield from (math.prod(v.aval.shape) for v in equation.outvars)
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, 'eqns') or hasattr(x, 'jaxpr')):
-            inner = getattr(value, 'jaxpr', value)
-            if hasattr(inner, 'eqns'):
-                yield from jaxpr_sizes(inner)
 
 
 def hlo_sizes(text: str) -> Iterator[int]:

@@ -410,13 +410,13 @@ def test_one_bad_number_changes_nothing_and_is_counted(bad: float, name: str) ->
     same_params, counted = update(nested(poisoned), state, params, 1, True)
     assert bits(same_params) == bits(params)
     assert bits(counted.inner_state) == bits(state.inner_state)
-    assert (int(counted.notfinite_count), int(counted.total_notfinite)) == (1, 1)
+    assert (int(counted.in_a_row), int(counted.total)) == (1, 1)
     same_params, counted = update(nested(poisoned), counted, params, 2, True)
-    assert (int(counted.notfinite_count), int(counted.total_notfinite)) == (2, 2)
+    assert (int(counted.in_a_row), int(counted.total)) == (2, 2)
     after, good = update(random_tree(3), counted, same_params, 3, True)
     expected, _ = update(random_tree(3), state, params, 3, True)
     assert bits(after) == bits(expected)
-    assert (int(good.notfinite_count), int(good.total_notfinite)) == (0, 2)
+    assert (int(good.in_a_row), int(good.total)) == (0, 2)
 
 
 # Groups

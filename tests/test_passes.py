@@ -20,14 +20,17 @@ from helpers import (
     apply,
     flat_params,
     float64,
+    jaxpr_sizes,
     make_batch,
     make_model,
     make_params,
+    quick_jit,
     run_passes,
     sequential_states,
     shifted,
 )
 
+from fbt_jax import losses
 from fbt_jax.batch import Batch
 from fbt_jax.config import Config, PassesConfig
 from fbt_jax.losses import loss_sums, token_losses
@@ -171,6 +174,7 @@ def test_each_pass_is_told_its_own_states_and_the_last_pass_s() -> None:
     np.testing.assert_array_equal(hidden_BTD, hidden_KBTD[-1])
     np.testing.assert_array_equal(last_KBTD[1:], hidden_KBTD[:-1])
     assert not np.any(last_KBTD[0])
+    np.testing.assert_allclose(hidden_KBTD[0], apply(model, params, batch), rtol=0, atol=1e-5)  # an ordinary pass
 
 
 def test_a_pass_whose_prefixes_are_whole_documents_is_pass_1() -> None:
@@ -217,13 +221,14 @@ def test_scan_equals_a_loop_in_values_and_gradients(num_passes: int) -> None:
         hidden_KBTD = loop(model, params, batch, num_passes, noise)
         return jnp.sum(direction_KBTD * hidden_KBTD), hidden_KBTD
 
-    grads, hidden_KBTD = jax.jit(jax.grad(scan_objective, has_aux=True))(params, make_noise().key)
+    grads, hidden_KBTD = quick_jit(jax.grad(scan_objective, has_aux=True))(params, make_noise().key)
     expected_grads, expected_KBTD = jax.grad(loop_objective, has_aux=True)(params)
     np.testing.assert_allclose(hidden_KBTD, expected_KBTD, rtol=0, atol=1e-11)
     for actual, expected in zip(*map(jax.tree.leaves, (grads, expected_grads)), strict=True):
         assert actual.dtype == np.float64
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10 * max(1.0, np.abs(expected).max()))
-    assert all(np.any(x) for x in jax.tree.leaves(expected_grads['fusion'])) == (num_passes > 1)
+    # In one pass exactly zero, so that the optimizer can tell (known failure 43).
+    assert [np.any(x) for x in jax.tree.leaves(grads['fusion'])] == [num_passes > 1] * 2
 
 
 def test_the_last_pass_s_loss_reaches_k_tokens_back_through_the_passes() -> None:
@@ -234,7 +239,7 @@ def test_the_last_pass_s_loss_reaches_k_tokens_back_through_the_passes() -> None
     params['layers']['attention_post_norm']['scale'][:] = 0
     batch.tokens[0] = np.arange(SEQ_LEN)  # so that the gradient's row is the position
 
-    @jax.jit
+    @quick_jit
     @jax.grad
     def gradient(embedding_VD: jax.Array) -> jax.Array:
         hidden_BTD = multi_pass(
@@ -249,7 +254,7 @@ def test_the_last_pass_s_loss_reaches_k_tokens_back_through_the_passes() -> None
 # The objective
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(quick_jit, static_argnums=(0, 1))
 def gradients(config: Config, model: Any, params: Any, batch: Batch, key: jax.Array, z_loss: float) -> Any:
     return batch_gradients(config, model, params, batch, key=key, num_passes=3, z_loss=jnp.asarray(z_loss))
 
@@ -282,11 +287,11 @@ def test_three_noisy_passes_give_the_reference_s_losses(changes: dict[str, Any])
     model, batch = make_model(**changes), make_batch(seed=8)
     params, noise = make_params(model, seed=9), make_noise(seed=3, step=70)
 
-    @jax.jit
+    @quick_jit
     def run(params: Any, noise_arrays: Any) -> Any:
         def per_pass(hidden_BTD: jax.Array, _: jax.Array) -> Any:
-            losses = token_losses(hidden_BTD, params['embedding'], batch.targets, vocab_size=VOCAB_SIZE)
-            return loss_sums(losses, batch.weights)
+            per_token = token_losses(hidden_BTD, params['embedding'], batch.targets, vocab_size=VOCAB_SIZE)
+            return loss_sums(per_token, batch.weights)
 
         with_key = Noise(*noise_arrays, True, 0.02)
         return multi_pass(model, params, batch, num_passes=3, per_pass=per_pass, noise=with_key).yields
@@ -320,7 +325,7 @@ def test_gradients_are_those_of_the_reference_s_objective(fusion: str) -> None:
             there = jax.tree.map(lambda x, d: x + step * d, params, direction)
             return expected_losses(model, there, batch, noise, z_loss)[0]
 
-        h = 1e-3
+        h = 3e-5
         return (8 * (moved(h) - moved(-h)) - (moved(2 * h) - moved(-2 * h))) / (12 * h)
 
     rng = np.random.default_rng(0)
@@ -346,6 +351,16 @@ def test_bfloat16_passes_keep_float32_losses_and_gradients() -> None:
     np.testing.assert_allclose(sums_K.squared_log_z / count, z_K, rtol=0.02)
 
 
+def test_no_pass_s_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does any one pass's exist at a time, in the gradient of the whole objective."""
+    batch_size, seq_len, vocab = 2, 64, 4096
+    monkeypatch.setattr(losses, 'CHUNK_ELEMENTS', batch_size * 4 * vocab)
+    model = make_model(vocab_size=vocab, remat='per_layer')
+    batch = make_batch(lengths=((64,), (40, 24)), seq_len=seq_len)
+    traced = gradients.trace(three_passes(model), model, make_params(model), batch, make_noise().key, 0.01)
+    assert max(jaxpr_sizes(traced.jaxpr.jaxpr)) < batch_size * seq_len * vocab
+
+
 # Prefixes and jitter
 
 
@@ -365,10 +380,11 @@ def chi_square(counts: Array, expected: Array | float) -> float:
     return float(np.sum((counts - expected) ** 2 / expected))
 
 
-def joint_counts(a_B: Array, b_B: Array, shape: tuple[int, int]) -> Array:
-    counts = np.zeros(shape)
+def dependence(a_B: Array, b_B: Array) -> float:
+    """Chi-square of the contingency table, of (max a - 1) (max b - 1) degrees of freedom."""
+    counts = np.zeros((a_B.max(), b_B.max()))
     np.add.at(counts, (a_B - 1, b_B - 1), 1)
-    return counts
+    return chi_square(counts, counts.sum(1, keepdims=True) * counts.sum(0, keepdims=True) / len(a_B))
 
 
 # 99.9 % quantiles of chi-square by degrees of freedom.
@@ -383,32 +399,24 @@ def test_prefixes_are_uniform_and_independent_between_documents_and_passes() -> 
     assert set(p7_B) == set(range(1, 8)) and set(p5_B) == set(range(1, 6)) and set(p1_B) == {1}
     assert chi_square(np.bincount(p7_B)[1:], rows / 7) < CHI_SQUARE_999[6]
     assert chi_square(np.bincount(p5_B)[1:], rows / 5) < CHI_SQUARE_999[4]
-    assert chi_square(joint_counts(p7_B, p5_B, (7, 5)), rows / 35) < CHI_SQUARE_999[24] + 10  # 34 degrees: 65.2 at most
-    other_pass_B = prefix_lengths(draw(3), batch, 1)
-    counts = joint_counts(p7_B, other_pass_B, (7, 7))
-    independent = counts.sum(1, keepdims=True) * counts.sum(0, keepdims=True) / rows
-    assert chi_square(counts, independent) < CHI_SQUARE_999[36]
-    neighbours = joint_counts(p7_B[:-1], p7_B[1:], (7, 7))
-    independent = neighbours.sum(1, keepdims=True) * neighbours.sum(0, keepdims=True) / (rows - 1)
-    assert chi_square(neighbours, independent) < CHI_SQUARE_999[36]
+    assert dependence(p7_B, p5_B) < CHI_SQUARE_999[24]
+    assert dependence(p7_B, prefix_lengths(draw(3), batch, 1)) < CHI_SQUARE_999[36]
+    assert dependence(p7_B[:-1], p7_B[1:]) < CHI_SQUARE_999[36], 'neighbouring rows'
 
 
-def draws_at(seed: int, step: int, k: int, batch: Batch, rows_B: Array) -> tuple[Array, Array]:
+@quick_jit
+def draws_at(seed: int, step: int, k: int, batch: Batch, rows_B: Array) -> tuple[jax.Array, jax.Array]:
     """(prefix mask, jitter) of pass k."""
-    key = jax.random.fold_in(step_key(seed, jnp.int32(step)), k)
+    key = jax.random.fold_in(step_key(seed, step), k)
     zeros_BTD = jnp.zeros((*batch.tokens.shape, 8))
-    return (
-        np.asarray(prefix_mask(key, batch, rows_B)),
-        np.asarray(jittered(key, zeros_BTD, rows_B, half_width=0.02)),
-    )
+    return prefix_mask(key, batch, rows_B), jittered(key, zeros_BTD, rows_B, half_width=0.02)
 
 
 def test_noise_is_a_function_of_seed_step_pass_and_row() -> None:
     batch = one_layout(20, lengths=(16,))
     rows_B = np.arange(20, dtype=np.int32)
-    drawn = draws_at(1, 2, 3, batch, rows_B)
-    for again in (draws_at(1, 2, 3, batch, rows_B), drawn):
-        jax.tree.map(np.testing.assert_array_equal, again, drawn)
+    drawn = jax.tree.map(np.asarray, draws_at(1, 2, 3, batch, rows_B))
+    jax.tree.map(np.testing.assert_array_equal, draws_at(1, 2, 3, batch, rows_B), drawn)
     for seed, step, k, rows in ((9, 2, 3, rows_B), (1, 9, 3, rows_B), (1, 2, 9, rows_B), (1, 2, 3, rows_B + 20)):
         other = draws_at(seed, step, k, batch, rows)
         assert np.mean(np.any(other[0] != drawn[0], axis=1)) > 0.7  # 15 of 16 on average
@@ -423,8 +431,8 @@ def test_a_row_draws_the_same_noise_wherever_it_stands() -> None:
         make_batch(lengths=((5, 4, 1), (8, 3), (12,), (2, 2, 2), (6, 6), (11,))),
         np.arange(6, dtype=np.int32),
     )
-    mask_BT, jitter_BTD = draws_at(1, 2, 3, batch, rows_B)
-    for rows in ([4], [5, 1], [3, 0, 2]):
+    mask_BT, jitter_BTD = map(np.asarray, draws_at(1, 2, 3, batch, rows_B))
+    for rows in ([4], [3, 0, 2]):
         part = Batch(*(x[rows] for x in batch))
         part_mask_BT, part_jitter_BTD = draws_at(1, 2, 3, part, rows_B[rows])
         np.testing.assert_array_equal(part_mask_BT, mask_BT[rows])
@@ -489,7 +497,7 @@ def test_remat_changes_memory_and_nothing_else() -> None:
                 ).yields
             )
 
-        compiled = jax.jit(jax.value_and_grad(objective)).lower(params).compile()
+        compiled = quick_jit(jax.value_and_grad(objective)).lower(params).compile()
         return compiled.memory_analysis().temp_size_in_bytes, compiled(params)
 
     for num_passes in (1, 2, 3):

@@ -1,6 +1,6 @@
 """examples:
   fbt evaluate --workdir=runs/tiny
-  fbt evaluate --workdir=runs/tiny --passes=1,2,3,30 --rows=64 --json=losses.json
+  fbt evaluate --workdir=runs/tiny --passes=1,2,3,30 --rows=64 --json=losses.json --plot=losses.png
   fbt evaluate --workdir=runs/word_problem --passes=1,4,12
 
 Prints loss, perplexity and bits per byte after each number of passes over the run's validation rows; for rows that
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--rows', type=int, default=0, metavar='N', help='validation rows, evenly spread (default: all)'
     )
     parser.add_argument('--json', metavar='FILE', help='write the figures there too')
+    parser.add_argument('--plot', metavar='FILE.png', help='draw the loss over training and by number of passes')
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
@@ -35,8 +36,11 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if args.rows < 0:
         raise UserError(f'--rows={args.rows}: must not be negative')
     passes = None if args.passes is None else _passes(args.passes)
-    if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        raise UserError(f'--json={args.json}: must be a file in a folder that exists')
+    for flag, path in (('json', args.json), ('plot', args.plot)):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise UserError(f'--{flag}={path}: must be a file in a folder that exists')
+    if args.plot is not None and not args.plot.endswith('.png'):
+        raise UserError(f'--plot={args.plot}: must end in .png')
 
     from fbt_jax.data import open_data
     from fbt_jax.evaluation.per_pass import evaluate_passes, make_eval_step
@@ -64,6 +68,11 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         print('accuracy by position:', *summary.position_table(results.accuracy_KP, passes), sep='\n')
     if args.json:
         Path(args.json).write_text(json.dumps(_figures(args.workdir, trained.step, results, passes), indent=2) + '\n')
+    if args.plot:
+        from fbt_jax.evaluation.plots import draw_run
+        from fbt_jax.training.metrics import read_rows
+
+        draw_run(args.plot, read_rows(Path(args.workdir) / 'metrics.jsonl'), results, passes)
     return 0
 
 

@@ -43,7 +43,13 @@ def attention(
     Returns:
       (B, T, N, H) in the dtype of q; the softmax is computed in promote_types(dtype, float32).
     """
-    index_T = jnp.arange(q_BTNH.shape[1])
-    near_TS = index_T[:, None] - index_T[None, :] < window
-    mask_B1TS = (causal_BTS & near_TS)[:, None]
-    return jax.nn.dot_product_attention(q_BTNH, k_BSMH, v_BSMH, mask=mask_B1TS, implementation='xla')
+    batch, seq_len, num_heads, width = q_BTNH.shape
+    grouped_BTMGH = q_BTNH.reshape(batch, seq_len, k_BSMH.shape[2], -1, width)
+    index_T = jnp.arange(seq_len)
+    seen_BTS = causal_BTS & (index_T[:, None] - index_T[None, :] < window)
+    # Not jax.nn.dot_product_attention: its softmax is float32 for float64 inputs too (jax 0.10 and 0.12).
+    dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    scores_BMGTS = jnp.einsum('btmgh,bsmh->bmgts', grouped_BTMGH, k_BSMH, preferred_element_type=dtype) * width**-0.5
+    scores_BMGTS = jnp.where(seen_BTS[:, None, None], scores_BMGTS, jnp.finfo(dtype).min)
+    weights_BMGTS = jax.nn.softmax(scores_BMGTS, axis=-1).astype(v_BSMH.dtype)
+    return jnp.einsum('bmgts,bsmh->btmgh', weights_BMGTS, v_BSMH).reshape(batch, seq_len, num_heads, width)

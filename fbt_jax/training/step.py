@@ -124,8 +124,8 @@ def make_train_step(
             z_loss=z_loss * z_mean,
             grad_norm=optax.tree.norm(grads),
             learning_rate=learning_rate(state.step),
-            tokens=count.astype(jnp.int32),
-            nonfinite_in_a_row=opt_state.notfinite_count,
+            tokens=jnp.sum(batch.weights > 0, dtype=jnp.int32),
+            nonfinite_in_a_row=opt_state.in_a_row,
         )
         return TrainState(params, opt_state, state.step + 1), metrics
 
@@ -133,8 +133,9 @@ def make_train_step(
 
 
 def token_count(batch: Batch) -> jax.Array:
-    """Sum of the weights over the global batch, at least 1."""
-    return jnp.maximum(jnp.sum(batch.weights), 1.0)
+    """Sum of the weights over the global batch; 1 where none counts, whose sums are 0."""
+    total = jnp.sum(batch.weights)
+    return jnp.where(total > 0, total, 1.0)
 
 
 def _split_rows(x_Bx: jax.Array, *, parts: int) -> jax.Array:

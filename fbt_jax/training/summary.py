@@ -52,17 +52,18 @@ def cost_lines(config: Config, state: TrainState, compiled: Any) -> list[str]:
 def loss_table(results: PassResults, passes: Iterable[int]) -> list[str]:
     """Validation loss after each of `passes` passes; per token and byte for text, with the accuracy elsewhere."""
     text = results.bits_per_byte_K is not None
-    header = ('passes', 'nats/token', 'nats/byte', 'bits/byte') if text else ('passes', 'nats/token', 'accuracy')
+    header = ('passes', 'nats/token', 'perplexity') + (('nats/byte', 'bits/byte') if text else ('accuracy',))
     rows = [(*header, 'update norm')]
     for k in passes:
         i = k - 1
         columns: list[float]
         if results.nats_per_byte_K is not None and results.bits_per_byte_K is not None:
-            columns = [results.loss_K[i], results.nats_per_byte_K[i], results.bits_per_byte_K[i]]
+            columns = [results.nats_per_byte_K[i], results.bits_per_byte_K[i]]
         else:
-            columns = [results.loss_K[i], results.accuracy_K[i]]
+            columns = [results.accuracy_K[i]]
+        loss = results.loss_K[i]
         update = f'{results.update_norm_K[i]:.4f}' if k > 1 else ''
-        rows.append((str(k), *(f'{c:.4f}' for c in columns), update))
+        rows.append((str(k), f'{loss:.4f}', f'{np.exp(loss):.2f}', *(f'{c:.4f}' for c in columns), update))
     return table(rows)
 
 
