@@ -37,9 +37,9 @@ def get_config() -> ConfigDict:
     config.optimizer.decay_fraction = 0.5
     config.optimizer.z_loss = 0.0
 
-    config.training.steps = 3000
+    config.training.steps = 1500
     config.training.log_every = 100
-    config.training.eval_every = 1000
+    config.training.eval_every = 500
     config.training.eval_rows = 256
-    config.training.checkpoint_every = 1000
+    config.training.checkpoint_every = 500
     return config

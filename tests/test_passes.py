@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from flax.errors import ScopeParamNotFoundError
 from helpers import (
     LENGTHS,
     SEQ_LEN,
@@ -184,6 +185,22 @@ def test_a_pass_whose_prefixes_are_whole_documents_is_pass_1() -> None:
     for k in range(4):
         np.testing.assert_array_equal(hidden_KBTD[k], hidden_KBTD[0])
     np.testing.assert_allclose(hidden_KBTD[0], apply(model, params, batch), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize('fusion', ['none', 'gated'])
+def test_one_pass_does_not_compute_the_fusion(fusion: str) -> None:
+    """Not even with noise: a step of one pass costs what plain training costs."""
+    model, batch = make_model(fusion=fusion), make_batch()
+    params = {name: value for name, value in make_params(model).items() if name != 'fusion'}
+
+    def run(num_passes: int) -> Any:
+        return jax.eval_shape(
+            lambda: multi_pass(model, params, batch, num_passes=num_passes, per_pass=lambda *_: (), noise=make_noise())
+        )
+
+    assert run(1).hidden_BTD.shape == (2, SEQ_LEN, 16)
+    with pytest.raises((ValueError, ScopeParamNotFoundError)):
+        run(2)
 
 
 # The scan against a loop

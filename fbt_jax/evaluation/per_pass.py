@@ -73,7 +73,7 @@ def make_eval_step(model: Any, *, num_passes: int) -> Callable[[Any, Batch], Bat
         counted_BT = batch.weights > 0
 
         def by_position(values_BT: jax.Array) -> jax.Array:
-            return jnp.zeros(seq_len, jnp.float32).at[batch.positions].add(jnp.where(counted_BT, values_BT, 0.0))
+            return jnp.zeros(seq_len, values_BT.dtype).at[batch.positions].add(jnp.where(counted_BT, values_BT, 0.0))
 
         def per_pass(hidden_BTD: jax.Array, last_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             losses = token_losses(hidden_BTD, params['embedding'], batch.targets, vocab_size=model.config.vocab_size)
@@ -85,7 +85,8 @@ def make_eval_step(model: Any, *, num_passes: int) -> Callable[[Any, Batch], Bat
             )
 
         yields = multi_pass(model, params, batch, num_passes=num_passes, per_pass=per_pass).yields
-        return BatchSums(*yields, by_position(jnp.ones_like(batch.weights)))
+        nll_KP, correct_KP, squared_update_KP = yields
+        return BatchSums(nll_KP, correct_KP, squared_update_KP, by_position(jnp.ones_like(batch.weights)))
 
     return jax.jit(eval_step)
 

@@ -13,23 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
 import numpy as np
 
 Row = dict[str, Any]
+Scalar = float | np.ndarray | jax.Array
+Scalars = Sequence[float] | np.ndarray | jax.Array
 
 
 def train_row(
     *,
     step: int,
-    loss: float,
-    pass_losses: Sequence[float],
-    grad_norm: float,
-    learning_rate: float,
+    loss: Scalar,
+    pass_losses: Scalars,
+    grad_norm: Scalar,
+    learning_rate: Scalar,
     tokens: int,
     token_passes: int,
     tokens_per_second: float,
     step_seconds: float,
-    z_loss: float | None = None,
+    z_loss: Scalar | None = None,
     mfu: float | None = None,
 ) -> Row:
     """The row of one update; `step` is 1 after the first. pass_losses: nats per token of passes 1..K (K = its length).
@@ -56,8 +59,8 @@ def train_row(
 def validation_row(
     *,
     step: int,
-    pass_losses: Sequence[float],
-    update_norms: Sequence[float],
+    pass_losses: Scalars,
+    update_norms: Scalars,
     bytes_per_token: float | None = None,
 ) -> Row:
     """The row of one evaluation with K = len(pass_losses) passes.
@@ -78,7 +81,7 @@ def validation_row(
     return row | _numbered('update_norm', update_norms, first=2)
 
 
-def _numbered(name: str, values: Sequence[float], *, first: int = 1) -> Row:
+def _numbered(name: str, values: Scalars, *, first: int = 1) -> Row:
     return {f'{name}_{i}': _float32(value) for i, value in enumerate(values, start=first)}
 
 

@@ -1,6 +1,6 @@
 """What a run prints about itself before step 1 and after the last: parameters, memory, FLOPs, losses by pass."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ def position_table(accuracy_KP: np.ndarray, passes: Iterable[int]) -> list[str]:
     return table(rows)
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Columns padded to equal width; the first is flush left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [

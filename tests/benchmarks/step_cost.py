@@ -85,9 +85,7 @@ def measure(config: Config, rounds: int) -> None:
     for name, step in steps.items():
         jax.clear_caches()
         begin = time.perf_counter()
-        compiled[name] = (
-            jax.jit(step, donate_argnums=0).lower(jax.eval_shape(init), batch_shapes(config)).compile()
-        )
+        compiled[name] = jax.jit(step, donate_argnums=0).lower(jax.eval_shape(init), batch_shapes(config)).compile()
         seconds = time.perf_counter() - begin
         memory = compiled[name].memory_analysis()
         peak = (memory.temp_size_in_bytes + memory.argument_size_in_bytes) / 2**20
