@@ -55,7 +55,7 @@ class Gradients(NamedTuple):
 def pass_weights(num_passes: int, loss_weight: float) -> jax.Array:
     """(K,): 1 for pass 1 and lambda / (K - 1) for the others."""
     later = loss_weight / max(1, num_passes - 1)
-    return jnp.array([1.0] + [later] * (num_passes - 1), jnp.float32)
+    return jnp.array([1.0] + [later] * (num_passes - 1))
 
 
 def batch_gradients(
@@ -72,7 +72,7 @@ def batch_gradients(
 
         noise = Noise(key, rows_B, config.passes.prefix_mixin, config.passes.jitter)
         sums_K = multi_pass(model, params, micro, num_passes=num_passes, per_pass=per_pass, noise=noise).yields
-        return jnp.dot(weights_K, sums_K.nll + z_loss * sums_K.squared_log_z) / count, sums_K
+        return jnp.sum(weights_K * (sums_K.nll + z_loss * sums_K.squared_log_z)) / count, sums_K
 
     def one(rows: tuple[Batch, jax.Array]) -> Gradients:
         return Gradients(*jax.grad(objective, has_aux=True)(params, *rows))
@@ -116,10 +116,10 @@ def make_train_step(
         weights_K = jnp.stack(
             [jnp.pad(pass_weights(k, config.passes.loss_weight), (0, counts[-1] - k)) for k in counts]
         )
-        z_mean = jnp.dot(weights_K[branch], sums_K.squared_log_z) / count
+        z_mean = jnp.sum(weights_K[branch] * sums_K.squared_log_z) / count
         metrics = StepMetrics(
             passes=passes,
-            loss=jnp.dot(weights_K[branch], sums_K.nll) / count + z_loss * z_mean,
+            loss=jnp.sum(weights_K[branch] * sums_K.nll) / count + z_loss * z_mean,
             loss_K=sums_K.nll / count,
             z_loss=z_loss * z_mean,
             grad_norm=optax.tree.norm(grads),
