@@ -48,13 +48,10 @@ def draw_run(path: str, rows: Sequence[dict[str, Any]], results: PassResults, pa
     figure.savefig(path, dpi=130)
 
 
-def draw_positions(path: str, curves: dict[str, list[np.ndarray]], *, title: str, chance: float | None = None) -> None:
+def draw_positions(path: str, curves: dict[str, list[np.ndarray]], *, title: str) -> None:
     """A PNG of accuracy by position within the document; each label's runs (seeds) are thin lines around their mean."""
     figure, (axes,) = _figure(1)
     _draw_positions(axes, curves)
-    if chance is not None:
-        axes.axhline(chance, color='0.6', linestyle=':', linewidth=1)
-        axes.annotate('chance', (1, chance), color='0.4', fontsize=8, va='bottom')
     axes.set_title(title)
     figure.savefig(path, dpi=130)
 

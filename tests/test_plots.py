@@ -1,0 +1,66 @@
+"""The pictures hold the numbers they were given, and come out as PNG files."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fbt_jax.evaluation import plots
+from fbt_jax.evaluation.per_pass import BatchSums, PassResults
+
+ROWS: list[dict[str, Any]] = [
+    {'step': 1, 'split': 'train', 'tokens': 100, 'loss_pass_1': 3.0},
+    {'step': 2, 'split': 'train', 'tokens': 200, 'loss_pass_1': 2.5},
+    {'step': 2, 'split': 'validation', 'passes': 2, 'loss_pass_1': 2.6, 'loss_pass_2': 2.4},
+]
+
+
+def results(num_bytes: int | None) -> PassResults:
+    nll_KP = np.array([[4.0, 2.0], [3.0, 1.0]])
+    return PassResults(BatchSums(nll_KP, np.array([[1.0, 0.0], [2.0, 1.0]]), nll_KP, np.array([2.0, 2.0])), num_bytes)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are made, so that a test can look at their lines."""
+    figures: list[Any] = []
+    make = plots._figure
+
+    def keep(columns: int) -> Any:
+        figure, axes = make(columns)
+        figures.append(figure)
+        return figure, axes
+
+    monkeypatch.setattr(plots, '_figure', keep)
+    return figures
+
+
+def lines(axes: Any) -> dict[str, list[list[float]]]:
+    return {line.get_label(): [list(line.get_xdata()), list(line.get_ydata())] for line in axes.get_lines()}
+
+
+def test_run_of_text(tmp_path: Path, drawn: list[Any]) -> None:
+    plots.draw_run(str(tmp_path / 'a.png'), ROWS, results(8), [1, 2])
+    assert (tmp_path / 'a.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+    left, right = drawn[0].axes
+    assert lines(left) == {
+        'training, 1 pass': [[100, 200], [3.0, 2.5]],
+        'validation, 1 pass': [[200], [2.6]],
+        'validation, 2 passes': [[200], [2.4]],
+    }
+    [curve] = lines(right).values()
+    assert curve == [[1, 2], [6 / 8, 4 / 8]]
+
+
+def test_run_without_text_shows_accuracy_by_position(tmp_path: Path, drawn: list[Any]) -> None:
+    plots.draw_run(str(tmp_path / 'a.png'), ROWS, results(None), [2])
+    assert lines(drawn[0].axes[1]) == {'2 passes': [[1, 2], [1.0, 0.5]]}
+
+
+def test_positions_show_each_seed_and_the_mean(tmp_path: Path, drawn: list[Any]) -> None:
+    runs = [np.array([1.0, 0.5]), np.array([0.8, 0.1])]
+    plots.draw_positions(str(tmp_path / 'a.png'), {'fed back': runs}, title='t')
+    curves = [list(line.get_ydata()) for line in drawn[0].axes[0].get_lines()]
+    assert curves[:2] == [[1.0, 0.5], [0.8, 0.1]]
+    np.testing.assert_allclose(curves[2], [0.9, 0.3])
