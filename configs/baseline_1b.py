@@ -1,7 +1,7 @@
 """The 1B model without feedback: what `fbt_1b.py` is compared with, and what a run with feedback can start from
 (`init.from`).
 
-    fbt train --config=configs/baseline_1b.py --workdir=gs://BUCKET/baseline_1b
+    fbt train --config=configs/baseline_1b.py --workdir=runs/baseline_1b
 
 Hardware: as `fbt_1b.py`. Not yet run; shapes and parameter counts are tested.
 """

@@ -1,8 +1,8 @@
 """The paper's 1B model and recipe (method.md section 6), on the embedded corpus until a larger source is configured.
 
-    fbt train --config=configs/fbt_1b.py --workdir=gs://BUCKET/fbt_1b
+    fbt train --config=configs/fbt_1b.py --workdir=runs/fbt_1b
 
-Hardware: accelerators; 1.065B parameters in float32 with momentum need about 13 GB for parameters and optimizer
+Hardware: accelerators; 1.065B parameters in float32 with momentum need about 9 GB for parameters and optimizer
 state. Not yet run; shapes and parameter counts are tested. 678,168 steps of 36 x 8192 tokens are 200B tokens;
 `progressive_75_22_3` makes them 256B token-passes.
 """

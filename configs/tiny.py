@@ -1,8 +1,8 @@
-"""The default run: a small feedback model on the embedded Jane Austen novels.
+"""The default run: a small feedback model on the embedded Jane Austen novels, 1.09M parameters, a byte-level BPE of 2048.
 
     make train        or        fbt train --config=configs/tiny.py --workdir=runs/tiny
 
-Hardware: 2 CPU cores, about four minutes.
+Hardware: 2 CPU cores, under four minutes. Expected: see the README, three seeds.
 """
 
 from ml_collections import ConfigDict
@@ -14,28 +14,29 @@ def get_config() -> ConfigDict:
     config = default_config()
     config.data.source = 'austen'
     config.data.tokenizer = 'bpe'
-    config.data.seq_len = 256
-    config.data.batch_size = 32
+    config.data.seq_len = 128
+    config.data.batch_size = 16
 
-    config.model.width = 192
+    config.model.width = 128
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.num_kv_heads = 2
-    config.model.mlp_width = 512
+    config.model.mlp_width = 384
     config.model.window = 64
     config.model.full_attention_every = 2
     config.model.remat = 'dots'
 
-    config.passes.phases = 'constant_75_25_0'
+    # Feedback needs steps to be learned, so it starts early here; a few steps of three passes keep the iterated map flat.
+    config.passes.phases = ((0, (1.0,)), (0.05, (0.0, 1.0)), (0.9, (0.0, 0.5, 0.5)))
 
-    config.optimizer.matrix_learning_rate = 1e-2
-    config.optimizer.adam_learning_rate = 3e-3
+    config.optimizer.matrix_learning_rate = 0.04
+    config.optimizer.adam_learning_rate = 5e-3
     config.optimizer.warmup_steps = 20
-    config.optimizer.decay_fraction = 0.4
+    config.optimizer.decay_fraction = 0.6
 
-    config.training.steps = 60
+    config.training.steps = 570
     config.training.log_every = 10
-    config.training.eval_every = 20
+    config.training.eval_every = 95
     config.training.eval_rows = 64
-    config.training.checkpoint_every = 20
+    config.training.checkpoint_every = 190
     return config
