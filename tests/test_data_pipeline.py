@@ -44,7 +44,7 @@ def tiny_data(*, seq_len: int = 5, batch_size: int = 3) -> Data:
 DATA = {
     'austen': lambda: open_data(config()),
     'tiny': tiny_data,
-    'word_problem': lambda: open_data(config(source='word_problem', seq_len=12)),
+    'word_problem': lambda: open_data(config(source='word_problem', tokenizer='none', seq_len=12)),
 }
 
 
@@ -198,7 +198,7 @@ def test_validation_of_the_corpus_counts_every_byte():
 def test_what_open_data_says_of_each_source():
     text = open_data(config(tokenizer='bpe'))
     assert text.vocab_size == text.tokenizer.vocab_size == len(text.token_bytes) == 2048
-    words = open_data(config(source='word_problem', seq_len=12))
+    words = open_data(config(source='word_problem', tokenizer='none', seq_len=12))
     assert (words.vocab_size, words.tokenizer, words.token_bytes, words.num_validation_rows) == (123, None, None, 1024)
 
 
@@ -209,7 +209,7 @@ def test_fingerprints_change_with_what_rows_are_made_of_and_with_nothing_else(mo
     others = [
         open_data(config(tokenizer='bpe')).fingerprint,
         open_data(config(seq_len=65)).fingerprint,
-        open_data(config(source='word_problem')).fingerprint,
+        open_data(config(source='word_problem', tokenizer='none')).fingerprint,
     ]
     train, validation = corpus.split()
     for split in (
@@ -225,7 +225,7 @@ def test_the_tokenizer_loads_without_the_documents(monkeypatch):
     monkeypatch.setattr(corpus, 'split', None)
     monkeypatch.setattr(corpus, 'text', None)
     assert load_tokenizer(config(tokenizer='bpe').data).vocab_size == 2048
-    assert load_tokenizer(config(source='word_problem').data) is None
+    assert load_tokenizer(config(source='word_problem', tokenizer='none').data) is None
 
 
 def test_every_source_of_the_config_has_a_builder():

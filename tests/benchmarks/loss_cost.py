@@ -1,6 +1,6 @@
 """The chunked loss against whole logits: time and memory of loss and gradient at the paper's vocabulary, interleaved in one process.
 
-    python tests/benchmarks/loss_cost.py [--vocab=100352 --width=256 --rows=4 --seq-len=256 --rounds=5]
+python tests/benchmarks/loss_cost.py [--vocab=100352 --width=256 --rows=4 --seq-len=256 --rounds=5]
 """
 
 import argparse
