@@ -12,7 +12,8 @@ from fbt_jax.evaluation.per_pass import BatchSums, PassResults
 ROWS: list[dict[str, Any]] = [
     {'step': 1, 'split': 'train', 'tokens': 100, 'loss_pass_1': 3.0},
     {'step': 2, 'split': 'train', 'tokens': 200, 'loss_pass_1': 2.5},
-    {'step': 2, 'split': 'validation', 'passes': 2, 'loss_pass_1': 2.6, 'loss_pass_2': 2.4},
+    {'step': 3, 'split': 'validation', 'passes': 2, 'loss_pass_1': 2.6, 'loss_pass_2': 2.4},
+    {'step': 4, 'split': 'train', 'tokens': 400, 'loss_pass_1': 2.3},
 ]
 
 
@@ -45,9 +46,9 @@ def test_run_of_text(tmp_path: Path, drawn: list[Any]) -> None:
     assert (tmp_path / 'a.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
     left, right = drawn[0].axes
     assert lines(left) == {
-        'training, 1 pass': [[100, 200], [3.0, 2.5]],
-        'validation, 1 pass': [[200], [2.6]],
-        'validation, 2 passes': [[200], [2.4]],
+        'training, 1 pass': [[100, 200, 400], [3.0, 2.5, 2.3]],
+        'validation, 1 pass': [[300], [2.6]],
+        'validation, 2 passes': [[300], [2.4]],
     }
     [curve] = lines(right).values()
     assert curve == [[1, 2], [6 / 8, 4 / 8]]

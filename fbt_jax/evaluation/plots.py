@@ -23,12 +23,12 @@ def draw_run(path: str, rows: Sequence[dict[str, Any]], results: PassResults, pa
     train = [row for row in rows if row['split'] == 'train' and row['loss_pass_1'] is not None]
     seen, losses = [row['tokens'] for row in train], [row['loss_pass_1'] for row in train]
     left.plot(seen, losses, color='0.75', linewidth=1, label='training, 1 pass')
-    validation = [row for row in rows if row['split'] == 'validation']
-    tokens = {row['step']: row['tokens'] for row in train}
-    shown = [row for row in validation if row['step'] in tokens]
+    # Evaluations may fall between two logged steps; tokens grow evenly from one to the next.
+    shown = [row for row in rows if row['split'] == 'validation'] if train else []
+    tokens = np.interp([row['step'] for row in shown], [row['step'] for row in train], seen) if shown else []
     for k in range(1, 1 + max((row['passes'] for row in shown), default=0)):
         left.plot(
-            [tokens[row['step']] for row in shown],
+            tokens,
             [row[f'loss_pass_{k}'] for row in shown],
             color=COLOURS[(k - 1) % len(COLOURS)],
             marker='.',
