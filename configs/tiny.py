@@ -1,4 +1,4 @@
-"""The default run: a small feedback model on the embedded Jane Austen novels, 1.09M parameters, a byte-level BPE of 2048.
+"""The default run: a feedback model of 1.09M parameters on the embedded Jane Austen novels, byte-level BPE of 2048.
 
     make train        or        fbt train --config=configs/tiny.py --workdir=runs/tiny
 
@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
     config.model.full_attention_every = 2
     config.model.remat = 'dots'
 
-    # Feedback needs steps to be learned, so it starts early here; a few steps of three passes keep the iterated map flat.
+    # Feedback takes many steps to learn, so it starts early; the steps of three passes keep the iterated map flat.
     config.passes.phases = ((0, (1.0,)), (0.05, (0.0, 1.0)), (0.9, (0.0, 0.5, 0.5)))
 
     config.optimizer.matrix_learning_rate = 0.04

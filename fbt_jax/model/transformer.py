@@ -31,7 +31,7 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     """`model.dtype`; 'auto' is float32 on CPU, which has no fast bfloat16, and bfloat16 elsewhere."""
     if config.dtype == 'auto':
         return jnp.dtype('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
-    if config.dtype == 'float64' and not jax.config.jax_enable_x64:
+    if config.dtype == 'float64' and not jax.config.read('jax_enable_x64'):
         raise UserError("model.dtype = 'float64': needs jax_enable_x64, or JAX would compute in float32")
     return jnp.dtype(config.dtype)
 

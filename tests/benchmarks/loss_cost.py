@@ -1,4 +1,4 @@
-"""The chunked loss against whole logits: time and memory of loss and gradient at the paper's vocabulary, interleaved in one process.
+"""The chunked loss against whole logits: time and memory of loss and gradient at the paper's vocabulary, interleaved.
 
 python tests/benchmarks/loss_cost.py [--vocab=100352 --width=256 --rows=4 --seq-len=256 --rounds=5]
 """
