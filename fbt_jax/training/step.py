@@ -2,10 +2,11 @@
 
     objective = NLL(pass 1) + lambda * mean_{k>=2} NLL(pass k)  [+ z-loss coefficient * the same mix of mean (log Z)^2]
 
-The gradient is taken INSIDE each branch of the switch over pass counts: peak memory is the largest branch's. The other
-form, the gradient through one scan whose `cond` skips passes, was measured beside it (tiny, mixture of 1, 2, 3, 2 CPU
-cores): a one-pass step costs 1.33 of a single-pass step against 0.92 here, peak memory 322 MiB against 282, compile time
-4.6 s against 6.4. Sums are divided by the global token count, so micro-batches of any padding add up to the large batch.
+The gradient is taken INSIDE each branch of the switch over pass counts: peak memory is the largest branch's. The
+other form, the gradient through one scan whose `cond` skips passes, was measured beside it (tiny, mixture of 1, 2, 3,
+2 CPU cores): a one-pass step costs 1.33 of a single-pass step against 0.92 here, peak memory 322 MiB against 282,
+compile time 4.6 s against 6.4. Sums are divided by the global token count, so micro-batches of any padding add up to
+the large batch.
 Shapes: B rows, T positions, K passes of one step, Kmax of the run.
 """
 
