@@ -72,7 +72,7 @@ class DataConfig:
             self.tokenizer,
             f"must be 'none' for rows that are not text, and only there (data.source = {self.source!r})",
         )
-        _require(self.seq_len >= 2, 'data.seq_len', self.seq_len, 'must be at least 2')
+        _require(2 <= self.seq_len <= 2**20, 'data.seq_len', self.seq_len, 'must lie in 2..2**20')
         _require(self.batch_size >= 1, 'data.batch_size', self.batch_size, 'must be at least 1')
 
 

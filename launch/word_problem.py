@@ -1,6 +1,6 @@
 """The word problem with and without feedback: what `make demo` runs.
 
-    python launch/word_problem.py --workdir=runs/demo                # one seed, about two minutes on 2 CPU cores
+    python launch/word_problem.py --workdir=runs/demo                # one seed
     python launch/word_problem.py --workdir=runs/demo --seeds=0,1,2  # the picture in the README
 
 Trains `configs/word_problem.py` and, as the baseline, the same model without feedback for as many token-passes (four

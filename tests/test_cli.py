@@ -301,6 +301,15 @@ def test_evaluate_refuses_what_the_run_does_not_have(
     assert line == f'--passes=1,2: {run} was trained without feedback; only 1 is possible'
     shutil.copy(run / 'config.json', tmp_path)
     assert refused(capsys, 'evaluate', f'--workdir={tmp_path}').endswith('holds no checkpoints')
+
+    other = shutil.copytree(run, tmp_path / 'other')
+    with (other / 'metrics.jsonl').open('a') as file:
+        file.write('no row\n')
+    line = refused(capsys, 'evaluate', f'--workdir={other}', f'--plot={tmp_path}/a.png')
+    assert line.startswith('--plot needs the metrics of the run: ') and 'is not a row of metrics' in line
+    record = json.loads((other / 'config.json').read_text())
+    (other / 'config.json').write_text(json.dumps(record | {'data_fingerprint': 'another'}))
+    assert 'holds a run of other data' in refused(capsys, 'evaluate', f'--workdir={other}')
     assert snapshot(run) == before
 
 

@@ -173,15 +173,26 @@ def test_a_signal_in_the_final_table_says_that_the_run_is_complete(
     config: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     workdir = shutil.copytree(unbroken, tmp_path / 'run')
-    before = snapshot(workdir / 'checkpoints')
+    before = snapshot(workdir)
     process = start_training(config, workdir)
-    assert send_when(process, lambda: (workdir / 'config.json').stat().st_mtime > time.time() - 5, signal.SIGTERM)
+    assert process.stdout is not None
+    assert any('has done its' in line for line in process.stdout)  # the table comes next
+    process.send_signal(signal.SIGTERM)
     result = finish(process)
     assert result.status == 143, result.text
     assert result.out.splitlines()[-1] == (
         f'stopped by SIGTERM: the run in {workdir} is complete; the same command prints its table'
     )
-    assert snapshot(workdir / 'checkpoints') == before
+    assert snapshot(workdir) == before
+
+
+def test_a_finished_run_keeps_the_record_of_how_it_was_trained(config: Path, unbroken: Path) -> None:
+    """No step is taken, so config.json must not name other settings; and steps that were taken can't be untaken."""
+    before = snapshot(unbroken)
+    assert 'has done its' in train(config, unbroken, '--config.optimizer.clip_norm=9.0').out
+    result = train(config, unbroken, f'--config.training.steps={STEPS - 1}', status=2)
+    assert f'training.steps = {STEPS - 1}: the run in {unbroken} has done {STEPS} already' in result.text
+    assert snapshot(unbroken) == before
 
 
 def test_a_finished_run_is_left_as_it_is(config: Path, unbroken: Path) -> None:

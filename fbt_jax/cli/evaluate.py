@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     from fbt_jax.data import open_data
     from fbt_jax.evaluation.per_pass import evaluate_passes, make_eval_step
     from fbt_jax.training import summary
-    from fbt_jax.training.run_folder import load_run
+    from fbt_jax.training.run_folder import load_run, require_data
 
     trained = load_run(args.workdir, args.step)
     config = trained.config
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         raise UserError(f'--passes={args.passes}: {args.workdir} was trained without feedback; only 1 is possible')
 
     data = open_data(config)
+    require_data(args.workdir, data.fingerprint)
+    rows_logged = _metric_rows(args.workdir) if args.plot else []
     results = evaluate_passes(
         make_eval_step(trained.model, num_passes=max(passes)),
         trained.params,
@@ -70,10 +72,18 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         Path(args.json).write_text(json.dumps(_figures(args.workdir, trained.step, results, passes), indent=2) + '\n')
     if args.plot:
         from fbt_jax.evaluation.plots import draw_run
-        from fbt_jax.training.metrics import read_rows
 
-        draw_run(args.plot, read_rows(Path(args.workdir) / 'metrics.jsonl'), results, passes)
+        draw_run(args.plot, rows_logged, results, passes)
     return 0
+
+
+def _metric_rows(workdir: str) -> list[dict[str, Any]]:
+    from fbt_jax.training.metrics import read_rows
+
+    try:
+        return read_rows(Path(workdir) / 'metrics.jsonl')
+    except (OSError, ValueError) as error:
+        raise UserError(f'--plot needs the metrics of the run: {error}') from None
 
 
 def _passes(text: str) -> list[int]:

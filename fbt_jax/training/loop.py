@@ -27,7 +27,7 @@ from fbt_jax.training import metrics, summary
 from fbt_jax.training.checkpoint import Checkpoints, Loaded
 from fbt_jax.training.flops import peak_flops, train_flops
 from fbt_jax.training.optimizer import decay_start, make_optimizer
-from fbt_jax.training.run_folder import claim_folder, enable_float64, has_checkpoint, locked
+from fbt_jax.training.run_folder import claim_folder, enable_float64, has_checkpoint, locked, record_config
 from fbt_jax.training.signals import Stopped, StopSignals
 from fbt_jax.training.step import StepMetrics, TrainState, make_train_step
 from fbt_jax.training.warm_start import load_source, warm_start
@@ -124,9 +124,12 @@ class _Trainer:
         steps = self.config.training.steps
         self.state = self._restore_or_init()
         first = int(self.state.step)
-        if first >= steps and not self._evaluation_missed(first):
+        if first > steps:
+            raise UserError(f'training.steps = {steps}: the run in {self.workdir} has done {first} already')
+        if first == steps and not self._evaluation_missed(first):
             say(f'{self.workdir} has done its {steps} steps already')
             return self._final_table()
+        record_config(self.workdir, self.config, self.data.fingerprint)
         with metrics.MetricsWriter(self.workdir, first if self.resumed else None) as self.writer:
             try:
                 if self.source is not None:
@@ -154,11 +157,11 @@ class _Trainer:
             for step in range(first + 1, steps + 1):
                 self._start_profile(step)
                 self.state, step_metrics = step_function(self.state, jax.device_put(next(self.iterator)))
-                if self.profiling and step == self.config.training.profile_steps[1]:
-                    jax.block_until_ready(step_metrics)
-                    self._stop_profile()
                 self._read_pending()
                 self.pending = _Pending(step, step_metrics)
+                if self.profiling and step == self.config.training.profile_steps[1]:
+                    self._read_pending()  # waits for the step, so that the trace has all of it
+                    self._stop_profile()
                 if self._evaluation_due(step):
                     self._evaluate(step)
                 if step % self.config.training.checkpoint_every == 0 or step == steps:
@@ -337,11 +340,14 @@ class _Trainer:
         """At the first step of `profile_steps` that this attempt takes."""
         window = self.config.training.profile_steps
         if window and not self.profiling and window[0] <= step <= window[1]:
+            self._read_pending()
             jax.profiler.start_trace(f'{self.workdir}/tensorboard')
             self.profiling = True
+            self.clock = time.perf_counter()  # what the profiler takes is no step's time
 
     def _stop_profile(self) -> None:
         """After the last, or wherever the attempt ends before that: an open trace is never written."""
         if self.profiling:
             self.profiling = False
             jax.profiler.stop_trace()
+            self.clock = time.perf_counter()

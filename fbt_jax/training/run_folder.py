@@ -61,6 +61,12 @@ def read_config(workdir: str) -> Config:
     return from_dict(_read_record(workdir)['config'])
 
 
+def require_data(workdir: str, fingerprint: str) -> None:
+    """Raises UserError unless the run in `workdir` was trained on these documents, with this tokenizer."""
+    if _read_record(workdir)['data_fingerprint'] != fingerprint:
+        raise UserError(f'{workdir} holds a run of other data: the documents or the tokenizer changed since it began')
+
+
 def enable_float64(config: Config) -> None:
     if config.model.dtype == 'float64':
         jax.config.update('jax_enable_x64', True)
@@ -72,7 +78,7 @@ def has_checkpoint(workdir: str) -> bool:
 
 
 def claim_folder(workdir: str, config: Config, fingerprint: str, say: Callable[[str], None]) -> None:
-    """Writes config.json, or checks that the folder's run is this one.
+    """Writes the config.json of a new run, or checks that the folder's run is this one; changes nothing then.
 
     Raises:
       UserError: the folder holds a run of another model, data order or seed (names the keys), or something that is no
@@ -87,14 +93,18 @@ def claim_folder(workdir: str, config: Config, fingerprint: str, say: Callable[[
         ]
         if fixed:
             raise UserError(f'{workdir} holds another run: {"; ".join(fixed)}. Use a new --workdir, or the old values')
-        if old['data_fingerprint'] != fingerprint:
-            raise UserError(
-                f'{workdir} holds a run of other data: the documents or the tokenizer changed since it began'
-            )
+        require_data(workdir, fingerprint)
         for key, (before, now) in changes.items():
             say(f'resuming with {key} = {now!r} (was {before!r})')
-    elif any((Path(workdir) / name).exists() for name in ('checkpoints', 'metrics.jsonl')):
+        return
+    if any((Path(workdir) / name).exists() for name in ('checkpoints', 'metrics.jsonl')):
         raise UserError(f'{workdir} holds checkpoints or metrics but no config.json: use a new --workdir')
+    record_config(workdir, config, fingerprint)
+
+
+def record_config(workdir: str, config: Config, fingerprint: str) -> None:
+    """Writes config.json: what the steps from here on are trained with, and on what."""
+    path = Path(workdir) / 'config.json'
     record = {
         'config': to_dict(config),
         'data_fingerprint': fingerprint,
