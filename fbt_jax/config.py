@@ -37,7 +37,8 @@ PHASE_PRESETS: dict[str, Phases] = {
     'constant_75_25_0': ((0, (0.75, 0.25)),),
 }
 FUSIONS = ('gated', 'add', 'concat', 'none')
-REMAT = ('nothing', 'dots', 'per_layer')
+REMAT = ('nothing', 'dots', 'per_layer', 'per_pass', 'offload')
+ATTENTION = ('auto', 'plain', 'blockwise', 'splash', 'tokamax')
 DTYPES = ('auto', 'bfloat16', 'float32', 'float64')
 SOURCES = ('austen', 'word_problem')
 TOKENIZERS = ('bytes', 'bpe', 'none')
@@ -91,7 +92,9 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     fusion: str = 'gated'
     dtype: str = 'auto'
+    attention: str = 'auto'
     remat: str = 'per_layer'
+    fp32_gradient_reduction: bool = False
 
     def __post_init__(self) -> None:
         for name in ('width', 'num_layers', 'num_heads', 'num_kv_heads', 'mlp_width', 'full_attention_every'):
@@ -129,6 +132,9 @@ class ModelConfig:
         _require(self.rope_theta > 0, 'model.rope_theta', self.rope_theta, 'must be positive')
         _require(self.fusion in FUSIONS, 'model.fusion', self.fusion, f'must be one of {", ".join(FUSIONS)}')
         _require(self.dtype in DTYPES, 'model.dtype', self.dtype, f'must be one of {", ".join(DTYPES)}')
+        _require(
+            self.attention in ATTENTION, 'model.attention', self.attention, f'must be one of {", ".join(ATTENTION)}'
+        )
         _require(self.remat in REMAT, 'model.remat', self.remat, f'must be one of {", ".join(REMAT)}')
 
     @property
@@ -278,6 +284,28 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the mesh, within one slice; one may be -1: whatever is left. See sharding.py.
+
+    `data`: replicas; `fsdp`: rows, and parameters split; `tensor`: heads, MLP width and vocabulary split; `context`:
+    positions of a row split. `slices` multiplies `data`.
+    """
+
+    slices: int = 1
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.slices >= 1, 'mesh.slices', self.slices, 'must be at least 1')
+        axes = {name: getattr(self, name) for name in ('data', 'fsdp', 'tensor', 'context')}
+        for name, size in axes.items():
+            _require(size >= 1 or size == -1, f'mesh.{name}', size, 'must be at least 1, or -1 for what is left')
+        _require(list(axes.values()).count(-1) <= 1, 'mesh.*', axes, 'only one of them may be -1')
+
+
+@dataclasses.dataclass(frozen=True)
 class InitConfig:
     """Start from another run's newest checkpoint (key `init.from`). '' = from the initialiser.
 
@@ -314,6 +342,7 @@ class Config:
     passes: PassesConfig = PassesConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
+    mesh: MeshConfig = MeshConfig()
     init: InitConfig = InitConfig()
 
     def __post_init__(self) -> None:
