@@ -11,7 +11,7 @@ so that each shard of a table split over V gives every chunk its part.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,7 @@ def _token_losses(
     dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
     targets_BT = _tied(targets_BT, hidden_BTD)
 
-    def one_chunk(carry: tuple[jax.Array, ...], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
+    def one_chunk(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         top_BT, sum_BT, target_BT = carry
         j, part_CD = xs
         logits_BTC, ids_C = _chunk_logits(hidden_BTD, part_CD, j, chunks, vocab_size)

@@ -5,6 +5,8 @@ in W's own dtype, so that the sum over the devices that hold other rows is taken
 wire), not in the compute dtype.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         initializer = nn.with_logical_partitioning(nn.initializers.variance_scaling(1.0, 'fan_in', 'normal'), self.axes)
-        kernel = self.param('kernel', initializer, (x.shape[-1], self.features), self.param_dtype)
+        kernel: Any = self.param('kernel', initializer, (x.shape[-1], self.features), self.param_dtype)
         product = _product_wide_gradient if self.fp32_gradient_reduction else _product
         return product(x.astype(self.dtype), kernel)
 

@@ -8,6 +8,7 @@ promote_types(dtype, float32). How many passes there are and which positions are
 `passes.py`.
 """
 
+import dataclasses
 from functools import partial
 
 import flax.linen as nn
@@ -40,6 +41,12 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     if config.dtype == 'float64' and not jax.config.read('jax_enable_x64'):
         raise UserError("model.dtype = 'float64': needs jax_enable_x64, or JAX would compute in float32")
     return jnp.dtype(config.dtype)
+
+
+def for_platform(config: ModelConfig, platform: str) -> ModelConfig:
+    """`config` with every 'auto' settled for a platform ('cpu', 'gpu' or 'tpu') other than, perhaps, this process's."""
+    dtype = ('float32' if platform == 'cpu' else 'bfloat16') if config.dtype == 'auto' else config.dtype
+    return dataclasses.replace(config, dtype=dtype)
 
 
 def param_dtype(config: ModelConfig) -> jnp.dtype:
@@ -153,7 +160,9 @@ class Transformer(nn.Module):
             segment_ids_BT = jnp.ones_like(tokens_BT)
 
         initializer = nn.with_logical_partitioning(nn.initializers.normal(c.width**-0.5), ('vocab', 'embed'))
-        embedding_VD = self.param('embedding', initializer, (c.padded_vocab_size, c.width), param_dtype(c))
+        embedding_VD: jax.Array = self.param(  # type: ignore[assignment]
+            'embedding', initializer, (c.padded_vocab_size, c.width), param_dtype(c)
+        )
         input_norm = _norm(c, 'input_norm')
         x_BTD = input_norm(_state(look_up(embedding_VD, tokens_BT, dtype=compute_dtype(c))))
         if prev_BTD is not None:

@@ -99,14 +99,21 @@ def _spread(stack_Smn: jax.Array, kind: _Kind) -> jax.Array:
     x = jnp.pad(stack_Smn, ((0, share * devices - count), (0, 0), (0, 0)))
     for axes, dimension in ((kind.rows, 1), (kind.columns, 2)):
         if axes:
-            x = jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=dimension, tiled=True)
+            x = _exchange(x, axes, split_axis=0, concat_axis=dimension)
     x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(copies) * share, share)
     x = _newton_schulz(x)
     x = jax.lax.all_gather(x, copies, axis=0, tiled=True)
     for axes, dimension in ((kind.columns, 2), (kind.rows, 1)):
         if axes:
-            x = jax.lax.all_to_all(x, axes, split_axis=dimension, concat_axis=0, tiled=True)
+            x = _exchange(x, axes, split_axis=dimension, concat_axis=0)
     return x[:count]
+
+
+def _exchange(x: jax.Array, axes: Axes, *, split_axis: int, concat_axis: int) -> jax.Array:
+    # XLA's CPU compiler (jax 0.10.2) looks through the stack for the exchange's operands, finds one transposed and one
+    # not, and refuses them for their layouts; the barrier makes it take the stack as it is.
+    x = jax.lax.optimization_barrier(x)
+    return jax.lax.all_to_all(x, axes, split_axis=split_axis, concat_axis=concat_axis, tiled=True)
 
 
 def _newton_schulz(x_Smn: jax.Array) -> jax.Array:
