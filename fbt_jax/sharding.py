@@ -36,7 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
     'fused': ('tensor',),  # outputs of the feedback matrices
     'norm': (),  # scales: too small to split
 }
-MAX_REPLICATED = 0.02  # share of the parameters' bytes that may lie whole on every device
+MAX_REPLICATED = 0.05  # share of the parameters' bytes that may lie whole on every device: 0.02 % at 1B, 2 % of a toy
 
 
 def mesh_axes(*logical: str | None) -> PartitionSpec:
