@@ -63,7 +63,7 @@ def _norm(config: ModelConfig, name: str) -> nn.RMSNorm:
     )
 
 
-def _dense(config: ModelConfig, features: int, name: str, axes: tuple[str | None, str | None]) -> Dense:
+def _dense(config: ModelConfig, features: int, name: str, axes: tuple[str, str]) -> Dense:
     return Dense(
         features,
         axes=axes,
