@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from fbt_jax.config import ModelConfig, UserError
-from fbt_jax.model.attention import attention, causal_mask, rope
+from fbt_jax.model.attention import attention, rope
 from fbt_jax.model.feedback import Fusion
 
 MASKED_LOGIT = -1e30  # of the rows that only pad the vocabulary: exp(MASKED_LOGIT - max) is exactly 0
@@ -62,11 +62,14 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, window: jax.Array, positions_BT: jax.Array, causal_BTS: jax.Array
+        self, x_BTD: jax.Array, windowed: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> tuple[jax.Array, None]:
         scale = self.config.num_layers**-0.5
         branch_BTD = self._attention(
-            _norm(self.config, 'attention_norm')(x_BTD), window=window, positions_BT=positions_BT, causal_BTS=causal_BTS
+            _norm(self.config, 'attention_norm')(x_BTD),
+            windowed=windowed,
+            positions_BT=positions_BT,
+            segment_ids_BT=segment_ids_BT,
         )
         x_BTD += scale * _norm(self.config, 'attention_post_norm')(branch_BTD)
         branch_BTD = self._mlp(_norm(self.config, 'mlp_norm')(x_BTD))
@@ -74,7 +77,7 @@ class Block(nn.Module):
         return x_BTD, None
 
     def _attention(
-        self, y_BTD: jax.Array, *, window: jax.Array, positions_BT: jax.Array, causal_BTS: jax.Array
+        self, y_BTD: jax.Array, *, windowed: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> jax.Array:
         c = self.config
         heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
@@ -83,13 +86,13 @@ class Block(nn.Module):
         k_BTMH = _dense(c, c.num_kv_heads * c.head_dim, 'key')(y_BTD).reshape(*lead, *kv_heads)
         v_BTMH = _dense(c, c.num_kv_heads * c.head_dim, 'value')(y_BTD).reshape(*lead, *kv_heads)
         rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
-        out_BTNH = attention(
-            rotate(_norm(c, 'query_norm')(q_BTNH)),
-            rotate(_norm(c, 'key_norm')(k_BTMH)),
-            v_BTMH,
-            causal_BTS=causal_BTS,
-            window=window,
-        )
+        attend = partial(attention, segment_ids_BT=segment_ids_BT, implementation=c.attention)
+        qkv = rotate(_norm(c, 'query_norm')(q_BTNH)), rotate(_norm(c, 'key_norm')(k_BTMH)), v_BTMH
+        if len(set(c.layer_windows)) == 1:
+            out_BTNH = attend(*qkv, window=c.layer_windows[0])
+        else:
+            # A conditional, because the kernels take no traced window.
+            out_BTNH = jax.lax.cond(windowed, partial(attend, window=c.window), partial(attend, window=0), *qkv)
         gate_BTN = nn.sigmoid(_dense(c, c.num_heads, 'head_gate')(y_BTD))
         return _dense(c, c.width, 'output')((out_BTNH * gate_BTN[..., None]).reshape(*lead, c.width))
 
@@ -160,8 +163,7 @@ class Transformer(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=c.num_layers,
         )(c, name='layers')
-        windows_L = jnp.array([w or tokens_BT.shape[1] for w in c.layer_windows], jnp.int32)
-        x_BTD, _ = layers(x_BTD, windows_L, positions_BT, causal_mask(segment_ids_BT))
+        x_BTD, _ = layers(x_BTD, jnp.array(c.layer_windows) > 0, positions_BT, segment_ids_BT)
         return _norm(c, 'final_norm')(x_BTD)
 
 
