@@ -82,12 +82,11 @@ def attention(
       (B, T, N, H) in the dtype of q. The softmax is computed in promote_types(dtype, float32).
 
     Raises:
-      UserError: the implementation can't run here or can't take these shapes or dtypes.
+      UserError: splash can't take these shapes or this dtype. Whether an implementation is there for the platform is
+        only known to `resolve_implementation`.
     """
-    if not (implementation == 'splash' and interpret):
-        backend = jax.default_backend()
-        # A resolved name is taken at its word: the program may be compiled for another platform.
-        implementation = resolve_implementation(implementation, 'tpu' if implementation == 'splash' else backend)
+    if implementation == 'auto':
+        implementation = resolve_implementation('auto', jax.default_backend())
     if window >= q_BTNH.shape[1]:
         window = 0
     if implementation == 'splash':

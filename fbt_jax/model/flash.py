@@ -109,7 +109,7 @@ def _forward(
         max_BMR, sum_BMR, out_BMRH = jax.lax.fori_loop(*_bounds(blocks, offset, i), key_block, start)
         return None, ((out_BMRH / sum_BMR[..., None]).astype(q_BTNH.dtype), max_BMR + jnp.log(sum_BMR))
 
-    _, (out_IBMRH, lse_IBMR) = jax.lax.scan(query_block, None, jnp.arange(blocks.q_IBMRH.shape[0]))
+    _, (out_IBMRH, lse_IBMR) = jax.lax.scan(query_block, None, jnp.arange(blocks.q_IBMRH.shape[0], dtype=jnp.int32))
     return _join_queries(out_IBMRH, q_BTNH.shape), _join_queries(lse_IBMR[..., None], (*q_BTNH.shape[:3], 1))[..., 0]
 
 
@@ -153,7 +153,9 @@ def _backward(
         return (dk_JBMKH, dv_JBMKH), (dq_BMRH * scale).astype(q_BTNH.dtype)
 
     zeros = jnp.zeros(blocks.k_JBMKH.shape, dtype), jnp.zeros(blocks.v_JBMKH.shape, dtype)
-    (dk_JBMKH, dv_JBMKH), dq_IBMRH = jax.lax.scan(query_block, zeros, jnp.arange(blocks.q_IBMRH.shape[0]))
+    (dk_JBMKH, dv_JBMKH), dq_IBMRH = jax.lax.scan(
+        query_block, zeros, jnp.arange(blocks.q_IBMRH.shape[0], dtype=jnp.int32)
+    )
     return (
         _join_queries(dq_IBMRH, q_BTNH.shape),
         _join_keys(dk_JBMKH * scale, k_BSMH),

@@ -17,6 +17,8 @@ from fbt_jax.config import UserError
 Kernel: TypeAlias = Any  # splash_attention's class, which is not public
 LANES = 128  # the kernel's blocks are multiples of this many positions
 BLOCKS = (512, 256, 128)
+# The fused backward kernel keeps a part of dq for every block of keys: longer ones halve that. Not timed on a TPU.
+KEY_BLOCKS_BACKWARD = (1024, *BLOCKS)
 
 
 def check(q_BTNH: jax.Array, *, shards: int) -> None:
@@ -39,6 +41,7 @@ def make_kernel(
     shape = (seq_len, seq_len)
     mask = splash_attention.LocalMask(shape, (window - 1, 0), 0) if window else splash_attention.CausalMask(shape)
     block = next(n for n in BLOCKS if seq_len // length_shards % n == 0)
+    backward_keys = next(n for n in KEY_BLOCKS_BACKWARD if seq_len % n == 0)
     return splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([mask] * num_heads),
         block_sizes=splash_attention.BlockSizes(
@@ -46,8 +49,8 @@ def make_kernel(
             block_kv=block,
             block_kv_compute=block,
             block_q_dkv=block,
-            block_kv_dkv=block,
-            block_kv_dkv_compute=block,
+            block_kv_dkv=backward_keys,
+            block_kv_dkv_compute=min(block, backward_keys),
             use_fused_bwd_kernel=True,
         ),
         head_shards=head_shards,
