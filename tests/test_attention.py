@@ -250,15 +250,20 @@ MESH_CASES: list[tuple[tuple[int, int, int, int], str, int, int]] = [
     ((1, 2, 2, 2), 'blockwise', 300, 70),
     ((1, 1, 1, 8), 'blockwise', 160, 0),
     ((1, 1, 1, 8), 'blockwise', 48, 5),
+    ((1, 1, 1, 8), 'blockwise', 160, 21),
+    ((1, 1, 1, 8), 'blockwise', 160, 22),
+    ((1, 2, 1, 4), 'blockwise', 300, 1),
     ((2, 2, 2, 1), 'blockwise', 130, 0),
     ((1, 2, 2, 2), 'splash', 256, 40),
     ((1, 2, 2, 2), 'splash', 256, 0),
+    ((1, 1, 2, 4), 'splash', 512, 40),
     ((2, 2, 2, 1), 'splash', 200, 0),
 ]
 # Head width, (data, fsdp, tensor, context), window
 TPU_CASES: list[tuple[int, tuple[int, int, int, int], int]] = [
     (64, (1, 2, 2, 2), 256),
     (96, (1, 2, 2, 2), 0),
+    (96, (1, 1, 2, 4), 256),
     (128, (2, 2, 2, 1), 256),
 ]
 
@@ -307,7 +312,9 @@ def _compile_for_tpu() -> None:
             compiled = run.lower(shape(4), shape(2), shape(2), shape(4), ids).compile()
         text = compiled.as_text()
         assert 'tpu_custom_call' in text
-        assert ('all-gather' in text) == ('reduce-scatter' in text) == (sizes[3] > 1)
+        whole_row = sizes[3] == 2  # more devices hold keys out of the window
+        assert ('all-gather' in text) == ('reduce-scatter' in text) == whole_row
+        assert ('collective-permute' in text) == (sizes[3] == 4)
         print('ok', width, sizes, window)
 
 

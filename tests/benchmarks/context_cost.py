@@ -1,4 +1,6 @@
-"""Rows split over `context`: keys and values gathered (what attention.py does) against a ring of them, the same blocks.
+"""Rows split over `context`: what attention.py does with keys and values against a ring of them, the same blocks.
+
+attention.py (`fetch`) gathers them from all devices or, within a window, takes them from the nearest ones before.
 
     python tests/benchmarks/context_cost.py [--rounds=5]
 
@@ -139,10 +141,10 @@ def compile_one(name: str, mesh: Any, shape: tuple[int, ...], dtype: Any, implem
     like = lambda n: jax.ShapeDtypeStruct((batch, seq_len, n, width), dtype, sharding=layout)  # noqa: E731
     ids_layout = NamedSharding(mesh, mesh_axes('batch', 'length'))
     ids = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32, sharding=ids_layout)
-    gather = partial(attention, implementation=implementation)
+    fetch = partial(attention, implementation=implementation)
 
     def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
-        attend = gather if name == 'gather' else ring_attention
+        attend = fetch if name == 'fetch' else ring_attention
         out, pull = jax.vjp(partial(attend, segment_ids_BT=ids, window=window), q, k, v)
         return out, pull(dout)
 
@@ -172,7 +174,7 @@ def measure(context: int, window: int, rounds: int) -> None:
     mesh = make_mesh(MeshConfig(fsdp=8 // context, context=context))
     shape = (8 // context, 2048, 4, 2, 64, window)
     rng = np.random.default_rng(0)
-    times: dict[str, list[float]] = {'gather': [], 'ring': []}
+    times: dict[str, list[float]] = {'fetch': [], 'ring': []}
     results, runs, args = {}, {}, []
     for name in times:
         runs[name], shapes = compile_one(name, mesh, shape, jnp.float32)
@@ -188,8 +190,8 @@ def measure(context: int, window: int, rounds: int) -> None:
                 times[name].append(time.perf_counter() - begin)
     for one, other in zip(*map(jax.tree.leaves, results.values()), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
-    gather, ring_ = (statistics.median(t) * 1e3 for t in times.values())
-    print(f'{context:7} {window:7} {gather:10.0f} {ring_:8.0f} {ring_ / gather:6.2f}', end='   ')
+    fetch, ring_ = (statistics.median(t) * 1e3 for t in times.values())
+    print(f'{context:7} {window:7} {fetch:10.0f} {ring_:8.0f} {ring_ / fetch:6.2f}', end='   ')
     counts = {name: received_bytes(run.as_text(), context) for name, run in runs.items()}
     told = [
         f'{name} {sum(c.values()) / 2**20:.2f} ({", ".join(f"{k} {v / 2**20:.2f}" for k, v in c.items())})'
@@ -205,9 +207,9 @@ def peaks(context: int, seq_len: int, window: int) -> None:
     mesh = make_mesh(MeshConfig(fsdp=8 // context, context=context), devices)
     shape = (8 // context, seq_len, 16, 8, 96, window)
     programs = {
-        'gather': ('gather', 'blockwise'),
+        'fetch': ('fetch', 'blockwise'),
         'ring': ('ring', 'blockwise'),
-        'gather, splash': ('gather', 'splash'),
+        'fetch, splash': ('fetch', 'splash'),
     }
     peak = {
         label: compile_one(name, mesh, shape, jnp.bfloat16, kernel)[0].memory_analysis().peak_memory_in_bytes / 2**20
@@ -221,7 +223,7 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=5)
     rounds = parser.parse_args().rounds
     print('float32, T = 2048, N = 4, M = 2, H = 64, 8/context rows, on 8 fake CPU devices')
-    print(f'{"context":>7} {"window":>7} {"gather ms":>10} {"ring ms":>8} {"ratio":>6}   MiB received per device')
+    print(f'{"context":>7} {"window":>7} {"fetch ms":>10} {"ring ms":>8} {"ratio":>6}   MiB received per device')
     for window in (0, 256):
         for context in (2, 4, 8):
             measure(context, window, rounds)
@@ -229,7 +231,7 @@ def main() -> None:
         print('\nno libtpu: nothing is compiled for TPU')
         return
     print('\nTPU v5e:2x4, bfloat16, N = 16, M = 8, H = 96, 8/context rows: peak MiB per device')
-    print(f'{"context":>7} {"T":>7} {"window":>7} {"gather":>14} {"ring":>14} {"gather, splash":>14}')
+    print(f'{"context":>7} {"T":>7} {"window":>7} {"fetch":>14} {"ring":>14} {"fetch, splash":>14}')
     for seq_len, window in ((8192, 0), (8192, 2048), (32768, 0)):
         for context in (2, 4, 8):
             peaks(context, seq_len, window)
