@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fbt_jax.config import ModelConfig, UserError
-from fbt_jax.model.attention import attention, causal_mask, rope
+from fbt_jax.model.attention import attention, resolve_implementation, rope
 from fbt_jax.model.dense import Dense
 from fbt_jax.model.embedding import look_up
 from fbt_jax.model.feedback import Fusion
@@ -46,7 +46,7 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
 def for_platform(config: ModelConfig, platform: str) -> ModelConfig:
     """`config` with every 'auto' settled for a platform ('cpu', 'gpu' or 'tpu') other than, perhaps, this process's."""
     dtype = ('float32' if platform == 'cpu' else 'bfloat16') if config.dtype == 'auto' else config.dtype
-    return dataclasses.replace(config, dtype=dtype)
+    return dataclasses.replace(config, dtype=dtype, attention=resolve_implementation(config.attention, platform))
 
 
 def param_dtype(config: ModelConfig) -> jnp.dtype:
@@ -81,18 +81,21 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, window: jax.Array, positions_BT: jax.Array, causal_BTS: jax.Array
+        self, x_BTD: jax.Array, windowed: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> tuple[jax.Array, None]:
         scale = self.config.num_layers**-0.5
         branch_BTD = self._attention(
-            _norm(self.config, 'attention_norm')(x_BTD), window=window, positions_BT=positions_BT, causal_BTS=causal_BTS
+            _norm(self.config, 'attention_norm')(x_BTD),
+            windowed=windowed,
+            positions_BT=positions_BT,
+            segment_ids_BT=segment_ids_BT,
         )
         x_BTD = _state(x_BTD + scale * _norm(self.config, 'attention_post_norm')(branch_BTD))
         branch_BTD = self._mlp(_norm(self.config, 'mlp_norm')(x_BTD))
         return _state(x_BTD + scale * _norm(self.config, 'mlp_post_norm')(branch_BTD)), None
 
     def _attention(
-        self, y_BTD: jax.Array, *, window: jax.Array, positions_BT: jax.Array, causal_BTS: jax.Array
+        self, y_BTD: jax.Array, *, windowed: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> jax.Array:
         c = self.config
         heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
@@ -102,13 +105,13 @@ class Block(nn.Module):
         k_BTMH = _dense(c, kv_width, 'key', kv_axes)(y_BTD).reshape(*lead, *kv_heads)
         v_BTMH = _dense(c, kv_width, 'value', kv_axes)(y_BTD).reshape(*lead, *kv_heads)
         rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
-        out_BTNH = attention(
-            rotate(_norm(c, 'query_norm')(q_BTNH)),
-            rotate(_norm(c, 'key_norm')(k_BTMH)),
-            v_BTMH,
-            causal_BTS=causal_BTS,
-            window=window,
-        )
+        attend = partial(attention, segment_ids_BT=segment_ids_BT, implementation=c.attention)
+        qkv = rotate(_norm(c, 'query_norm')(q_BTNH)), rotate(_norm(c, 'key_norm')(k_BTMH)), v_BTMH
+        if len(set(c.layer_windows)) == 1:
+            out_BTNH = attend(*qkv, window=c.layer_windows[0])
+        else:
+            # A conditional, because the kernels take no traced window.
+            out_BTNH = jax.lax.cond(windowed, partial(attend, window=c.window), partial(attend, window=0), *qkv)
         gate_BTN = nn.sigmoid(_dense(c, c.num_heads, 'head_gate', ('embed', 'heads'))(y_BTD))
         gated_BTD = constrain((out_BTNH * gate_BTN[..., None]).reshape(*lead, c.width), 'batch', 'length', 'heads')
         return _dense(c, c.width, 'output', ('heads', 'embed'))(gated_BTD)
@@ -184,6 +187,7 @@ class Transformer(nn.Module):
             length=c.num_layers,
             metadata_params={nn.PARTITION_NAME: 'layers'},
         )(c, name='layers')
+<<<<<<< HEAD
         windows_L = jnp.array([w or tokens_BT.shape[1] for w in c.layer_windows], jnp.int32)
         x_BTD, _ = layers(x_BTD, windows_L, positions_BT, causal_mask(segment_ids_BT))
         return _state(_norm(c, 'final_norm')(x_BTD))
@@ -191,6 +195,10 @@ class Transformer(nn.Module):
 
 def _state(x_BTD: jax.Array) -> jax.Array:
     return constrain(x_BTD, 'batch', 'length', 'state')
+=======
+        x_BTD, _ = layers(x_BTD, jnp.array(c.layer_windows) > 0, positions_BT, segment_ids_BT)
+        return _norm(c, 'final_norm')(x_BTD)
+>>>>>>> 6fbcaecfd8d5570f3beb653ecd62a844219b18ba
 
 
 def init_params(model: Transformer, key: jax.Array) -> dict:
