@@ -187,18 +187,12 @@ class Transformer(nn.Module):
             length=c.num_layers,
             metadata_params={nn.PARTITION_NAME: 'layers'},
         )(c, name='layers')
-<<<<<<< HEAD
-        windows_L = jnp.array([w or tokens_BT.shape[1] for w in c.layer_windows], jnp.int32)
-        x_BTD, _ = layers(x_BTD, windows_L, positions_BT, causal_mask(segment_ids_BT))
+        x_BTD, _ = layers(x_BTD, jnp.array(c.layer_windows) > 0, positions_BT, segment_ids_BT)
         return _state(_norm(c, 'final_norm')(x_BTD))
 
 
 def _state(x_BTD: jax.Array) -> jax.Array:
     return constrain(x_BTD, 'batch', 'length', 'state')
-=======
-        x_BTD, _ = layers(x_BTD, jnp.array(c.layer_windows) > 0, positions_BT, segment_ids_BT)
-        return _norm(c, 'final_norm')(x_BTD)
->>>>>>> 6fbcaecfd8d5570f3beb653ecd62a844219b18ba
 
 
 def init_params(model: Transformer, key: jax.Array) -> dict:
