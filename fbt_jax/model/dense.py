@@ -1,10 +1,11 @@
-"""The linear layer of the stack: y = x W, W (in, out) kept in float32 at least and split over the mesh, in `dtype`.
+"""The linear layers of the stack: y = x W, W (in, out) kept in float32 at least and split over the mesh, in `dtype`.
 
 The collectives are written out, forward and backward, because XLA's partitioner would sum a split matrix's gradient
 over all devices whole and then slice it (seen in the program for TPU v5e 8x8). The side of W that `embed` splits is
 gathered in the compute dtype when it is needed; its gradient dW = x^T dy leaves by a reduce-scatter, in the compute
 dtype or, under `fp32_gradient_reduction`, in W's own (twice the bytes). The side that `tensor` splits stays split:
-then y is split too (outputs), or a sum over `tensor` (inputs). Shapes: (B, T, in) -> (B, T, out).
+then y is split too (outputs), or a sum over `tensor` (inputs). Matrices that read the same x share one sum of dx.
+Shapes: (B, T, in) -> (B, T, out).
 """
 
 from functools import partial
@@ -19,21 +20,28 @@ from fbt_jax.sharding import RULES, current_mesh, mesh_axes
 
 _GATHERED = {'fsdp', 'context'}  # they split rows and positions, so each device needs the whole side that they split
 
+Axes = tuple[str, str]
 
-class Dense(nn.Module):
-    """y = x W, (B, T, in) -> (B, T, features); W is normal with std fan_in^-1/2. `axes`: W's logical axes."""
 
-    features: int
-    axes: tuple[str, str]
+class Kernel(nn.Module):
+    """The matrix W alone, (in, out), normal with std fan_in^-1/2; `axes` are its logical axes."""
+
+    shape: tuple[int, int]
+    axes: Axes
     dtype: jnp.dtype
-    param_dtype: jnp.dtype
-    fp32_gradient_reduction: bool = False
 
     @nn.compact
-    def __call__(self, x_BTi: jax.Array) -> jax.Array:
+    def __call__(self) -> jax.Array:
         initializer = nn.with_logical_partitioning(nn.initializers.variance_scaling(1.0, 'fan_in', 'normal'), self.axes)
-        kernel: Any = self.param('kernel', initializer, (x_BTi.shape[-1], self.features), self.param_dtype)
-        return _product(x_BTi.astype(self.dtype), kernel, self.axes, self.fp32_gradient_reduction)
+        kernel: Any = self.param('kernel', initializer, self.shape, self.dtype)
+        return kernel
+
+
+def products(
+    x_BTi: jax.Array, kernels: tuple[jax.Array, ...], axes: tuple[Axes, ...], *, fp32_gradient_reduction: bool
+) -> tuple[jax.Array, ...]:
+    """x W for each W, in the dtype of x. `axes`: the logical axes of each; those of the inputs must be the same."""
+    return _products(x_BTi, kernels, axes, fp32_gradient_reduction)
 
 
 class _Layout(NamedTuple):
@@ -67,47 +75,59 @@ def _whole(kernel: jax.Array, layout: _Layout, dtype: jnp.dtype) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _product(x: jax.Array, kernel: jax.Array, axes: tuple[str, str], wide: bool) -> jax.Array:
+def _products(x: jax.Array, kernels: tuple[jax.Array, ...], axes: tuple[Axes, ...], wide: bool) -> Any:
     if current_mesh() is None:
-        return x @ kernel.astype(x.dtype)
-    layout = _layout(axes)
+        return tuple(x @ kernel.astype(x.dtype) for kernel in kernels)
+    layouts = [_layout(a) for a in axes]
 
-    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.psum(x @ _whole(kernel, layout, x.dtype), layout.summed[0])
+    def local(x: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(
+            jax.lax.psum(x @ _whole(kernel, layout, x.dtype), layout.summed[0])
+            for kernel, layout in zip(kernels, layouts, strict=True)
+        )
 
-    return _on_each(local, (layout.x, layout.kernel), layout.y)(x, kernel)
+    in_specs = (layouts[0].x, *(layout.kernel for layout in layouts))
+    return _on_each(local, in_specs, tuple(layout.y for layout in layouts))(x, *kernels)
 
 
-def _forward(x, kernel, axes, wide):  # type: ignore[no-untyped-def]
-    return _product(x, kernel, axes, wide), (x, kernel)
+def _forward(x, kernels, axes, wide):  # type: ignore[no-untyped-def]
+    return _products(x, kernels, axes, wide), (x, kernels)
 
 
-def _backward(axes, wide, residuals, d_y):  # type: ignore[no-untyped-def]
-    x, kernel = residuals
-    dtype = kernel.dtype if wide else x.dtype
+def _backward(axes, wide, residuals, d_ys):  # type: ignore[no-untyped-def]
+    x, kernels = residuals
+    dtype = kernels[0].dtype if wide else x.dtype
 
-    def gradients(x: jax.Array, d_y: jax.Array, whole: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return d_y @ whole.T, jnp.einsum('bti,bto->io', x, d_y, preferred_element_type=dtype)
+    def d_kernel(x: jax.Array, d_y: jax.Array) -> jax.Array:
+        return jnp.einsum('bti,bto->io', x, d_y, preferred_element_type=dtype)
 
     if current_mesh() is None:
-        d_x, d_kernel = gradients(x, d_y, kernel.astype(x.dtype))
-        return d_x, d_kernel.astype(kernel.dtype)
-    layout = _layout(axes)
+        d_x = sum(d_y @ kernel.astype(x.dtype).T for d_y, kernel in zip(d_ys, kernels, strict=True))
+        return d_x, tuple(d_kernel(x, d_y).astype(k.dtype) for d_y, k in zip(d_ys, kernels, strict=True))
+    layouts = [_layout(a) for a in axes]
+    count = len(kernels)
 
-    def local(x: jax.Array, kernel: jax.Array, d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        d_x, d_kernel = gradients(x, d_y, _whole(kernel, layout, x.dtype))
-        for side, side_axes in enumerate(layout.gathered):
-            if side_axes:
-                d_kernel = jax.lax.psum_scatter(d_kernel, side_axes, scatter_dimension=side, tiled=True)
-        d_kernel = jax.lax.psum(d_kernel, layout.rows)
-        return jax.lax.psum(d_x, layout.summed[1]), d_kernel.astype(kernel.dtype)
+    def local(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+        kernels, d_ys = rest[:count], rest[count:]
+        d_xs, d_kernels = [], []
+        for kernel, d_y, layout in zip(kernels, d_ys, layouts, strict=True):
+            d_xs.append(d_y @ _whole(kernel, layout, x.dtype).T)
+            gradient = d_kernel(x, d_y)
+            for side, side_axes in enumerate(layout.gathered):
+                if side_axes:
+                    gradient = jax.lax.psum_scatter(gradient, side_axes, scatter_dimension=side, tiled=True)
+            d_kernels.append(jax.lax.psum(gradient, layout.rows).astype(kernel.dtype))
+        d_x = sum(d_xs[1:], start=d_xs[0])
+        return jax.lax.psum(d_x, layouts[0].summed[1]), *d_kernels
 
-    specs = (layout.x, layout.kernel, layout.y)
-    return _on_each(local, specs, (layout.x, layout.kernel))(x, kernel, d_y)
+    x_spec, kernel_specs = layouts[0].x, tuple(layout.kernel for layout in layouts)
+    in_specs = (x_spec, *kernel_specs, *(layout.y for layout in layouts))
+    d_x, *d_kernels = _on_each(local, in_specs, (x_spec, *kernel_specs))(x, *kernels, *d_ys)
+    return d_x, tuple(d_kernels)
 
 
 def _on_each(function: Any, in_specs: Any, out_specs: Any) -> Any:
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-_product.defvjp(_forward, _backward)
+_products.defvjp(_forward, _backward)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from fbt_jax.config import ModelConfig, UserError
 from fbt_jax.model.attention import attention, resolve_implementation, rope
-from fbt_jax.model.dense import Dense
+from fbt_jax.model.dense import Axes, Kernel, products
 from fbt_jax.model.embedding import look_up
 from fbt_jax.model.feedback import Fusion
 from fbt_jax.sharding import constrain, parameter_specs
@@ -63,15 +63,15 @@ def _norm(config: ModelConfig, name: str) -> nn.RMSNorm:
     )
 
 
-def _dense(config: ModelConfig, features: int, name: str, axes: tuple[str, str]) -> Dense:
-    return Dense(
-        features,
-        axes=axes,
-        dtype=compute_dtype(config),
-        param_dtype=param_dtype(config),
-        fp32_gradient_reduction=config.fp32_gradient_reduction,
-        name=name,
+def dense(config: ModelConfig, x_BTi: jax.Array, **outputs: tuple[int, Axes]) -> list[jax.Array]:
+    """x W for several W, given by name as (outputs, logical axes); each is a parameter `name/kernel`."""
+    kernels = tuple(
+        Kernel((x_BTi.shape[-1], features), axes, param_dtype(config), name=name)()
+        for name, (features, axes) in outputs.items()
     )
+    axes = tuple(axes for _, axes in outputs.values())
+    x_BTi = x_BTi.astype(compute_dtype(config))
+    return list(products(x_BTi, kernels, axes, fp32_gradient_reduction=config.fp32_gradient_reduction))
 
 
 class Block(nn.Module):
@@ -100,10 +100,17 @@ class Block(nn.Module):
         c = self.config
         heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
         lead = y_BTD.shape[:2]
-        kv_width, kv_axes = c.num_kv_heads * c.head_dim, ('embed', 'kv_heads')
-        q_BTNH = _dense(c, c.width, 'query', ('embed', 'heads'))(y_BTD).reshape(*lead, *heads)
-        k_BTMH = _dense(c, kv_width, 'key', kv_axes)(y_BTD).reshape(*lead, *kv_heads)
-        v_BTMH = _dense(c, kv_width, 'value', kv_axes)(y_BTD).reshape(*lead, *kv_heads)
+        kv = (c.num_kv_heads * c.head_dim, ('embed', 'kv_heads'))
+        q_BTD, k_BTm, v_BTm, gate_BTN = dense(
+            c,
+            y_BTD,
+            query=(c.width, ('embed', 'heads')),
+            key=kv,
+            value=kv,
+            head_gate=(c.num_heads, ('embed', 'heads')),
+        )
+        q_BTNH = q_BTD.reshape(*lead, *heads)
+        k_BTMH, v_BTMH = (x_BTm.reshape(*lead, *kv_heads) for x_BTm in (k_BTm, v_BTm))
         rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
         attend = partial(attention, segment_ids_BT=segment_ids_BT, implementation=c.attention)
         qkv = rotate(_norm(c, 'query_norm')(q_BTNH)), rotate(_norm(c, 'key_norm')(k_BTMH)), v_BTMH
@@ -112,16 +119,16 @@ class Block(nn.Module):
         else:
             # A conditional, because the kernels take no traced window.
             out_BTNH = jax.lax.cond(windowed, partial(attend, window=c.window), partial(attend, window=0), *qkv)
-        gate_BTN = nn.sigmoid(_dense(c, c.num_heads, 'head_gate', ('embed', 'heads'))(y_BTD))
-        gated_BTD = constrain((out_BTNH * gate_BTN[..., None]).reshape(*lead, c.width), 'batch', 'length', 'heads')
-        return _dense(c, c.width, 'output', ('heads', 'embed'))(gated_BTD)
+        gated_BTNH = out_BTNH * nn.sigmoid(gate_BTN)[..., None]
+        gated_BTD = constrain(gated_BTNH.reshape(*lead, c.width), 'batch', 'length', 'heads')
+        return dense(c, gated_BTD, output=(c.width, ('heads', 'embed')))[0]
 
     def _mlp(self, y_BTD: jax.Array) -> jax.Array:
         c = self.config
-        gate_BTF = _dense(c, c.mlp_width, 'mlp_gate', ('embed', 'mlp'))(y_BTD)
-        up_BTF = _dense(c, c.mlp_width, 'mlp_up', ('embed', 'mlp'))(y_BTD)
+        up = (c.mlp_width, ('embed', 'mlp'))
+        gate_BTF, up_BTF = dense(c, y_BTD, mlp_gate=up, mlp_up=up)
         inner_BTF = constrain(nn.silu(gate_BTF) * up_BTF, 'batch', 'length', 'mlp')
-        return _dense(c, c.width, 'mlp_down', ('mlp', 'embed'))(inner_BTF)
+        return dense(c, inner_BTF, mlp_down=(c.width, ('mlp', 'embed')))[0]
 
 
 class Transformer(nn.Module):
@@ -171,8 +178,7 @@ class Transformer(nn.Module):
         if prev_BTD is not None:
             if plain_BT is None:
                 plain_BT = positions_BT == 0
-            dense = partial(_dense, c, c.width, axes=('embed', 'fused'))
-            fused_BTD = Fusion(c.fusion, dense, name='fusion')(x_BTD, prev_BTD.astype(x_BTD.dtype))
+            fused_BTD = Fusion(c.fusion, partial(dense, c), name='fusion')(x_BTD, prev_BTD.astype(x_BTD.dtype))
             x_BTD = _state(jnp.where(plain_BT[..., None], x_BTD, input_norm(_state(fused_BTD))))
 
         block = Block
