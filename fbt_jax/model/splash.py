@@ -46,6 +46,7 @@ def make_kernel(
 ) -> Kernel:
     """The kernel for rows whose `queries` are the last of the `keys`, both padded to LANES. `window` 0: full."""
     shape = padded_length(queries), padded_length(keys)
+    mask: Any
     if window:
         mask = splash_attention.LocalMask(shape, (window - 1, 0), keys - queries)
     else:
