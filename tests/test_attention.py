@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import jaxpr_sizes
+from helpers import jaxpr_sizes, quick_jit
 from jax.sharding import NamedSharding
 
 from fbt_jax.config import MeshConfig, UserError
@@ -106,7 +106,7 @@ def check_against_dense(
     **options: Any,
 ) -> None:
     arrays, segment_ids_BT = random_case(shape, dtype)
-    actual = jax.jit(with_gradients(window, implementation, **options))(*arrays, segment_ids_BT)
+    actual = quick_jit(with_gradients(window, implementation, **options))(*arrays, segment_ids_BT)
     for name, value, expected in zip(NAMES, actual, dense(arrays, segment_ids_BT, window), strict=True):
         assert value.dtype == dtype
         np.testing.assert_allclose(np.asarray(value, np.float64), expected, rtol=0, atol=tolerance, err_msg=name)
@@ -161,7 +161,7 @@ def test_splash_interpreted(shape: tuple[int, int, int, int], window: int) -> No
 def test_large_scores_stay_finite(small_blocks: None) -> None:
     arrays, segment_ids_BT = random_case((37, 2, 1, 8))
     arrays = (arrays[0] * 1e4, *arrays[1:])
-    plain, blockwise = (jax.jit(with_gradients(0, n))(*arrays, segment_ids_BT) for n in ('plain', 'blockwise'))
+    plain, blockwise = (quick_jit(with_gradients(0, n))(*arrays, segment_ids_BT) for n in ('plain', 'blockwise'))
     assert all(np.isfinite(x).all() for x in (*plain, *blockwise))
     np.testing.assert_allclose(plain[0], blockwise[0], rtol=0, atol=0.01)
 
@@ -246,7 +246,6 @@ def test_compiles_for_tpu_ahead_of_time() -> None:
 MESH_CASES: list[tuple[tuple[int, int, int, int], str, int, int]] = [
     ((1, 2, 2, 2), 'plain', 48, 7),
     ((1, 1, 1, 8), 'plain', 48, 0),
-    ((2, 2, 2, 1), 'plain', 48, 0),
     ((1, 2, 2, 2), 'blockwise', 300, 70),
     ((1, 1, 1, 8), 'blockwise', 160, 0),
     ((1, 1, 1, 8), 'blockwise', 48, 5),
@@ -283,7 +282,7 @@ def _run_on_meshes() -> None:
         layout, ids_layout = _layouts(mesh)
         options = {'interpret': True} if name == 'splash' else {}
         with jax.set_mesh(mesh):
-            run = jax.jit(
+            run = quick_jit(
                 with_gradients(window, name, **options),
                 in_shardings=(*(layout,) * 4, ids_layout),
                 out_shardings=(layout,) * 4,

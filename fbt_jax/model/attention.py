@@ -157,7 +157,9 @@ def _shard_map(on_device: Callable[..., jax.Array], window: int, *more_specs: ob
     """`on_device` over the current mesh, with its part of the queries and the keys that they may see, of its heads.
 
     Keys come from all devices of the row (all-gather; its transpose is a reduce-scatter, so that gradients come back
-    split) or, where the window is short enough, only from the nearest ones before.
+    split) or, where the window is short enough, only from the nearest ones before. tests/benchmarks/context_cost.py: a
+    ring of keys receives 1.1 to 1.5 times the bytes and takes 1 to 1.4 times as long; for rows of 8192 without a window
+    over 8 devices it would need 72 MiB where this needs 153.
     """
 
     def local(q_BTNH: jax.Array, k_BSMH: jax.Array, v_BSMH: jax.Array, ids_BS: jax.Array, *rest: Any) -> jax.Array:
