@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbt_jax.model.transformer import MASKED_LOGIT
-from fbt_jax.sharding import RULES, axis_size, current_mesh, mesh_axes
+from fbt_jax.sharding import RULES, axis_size, current_mesh, mesh_axes, reduce_scatter
 
 # Logits held at a time by a device. With bfloat16 states (accelerators) 128 MiB, which keeps their matrix units busy;
 # otherwise (CPU) what a cache holds, see benchmarks/loss_cost.py.
@@ -183,7 +183,7 @@ def _backward(vocab_size, chunks, residuals, cotangents):  # type: ignore[no-unt
             d_hidden_BTD += jnp.einsum('btc,cd->btd', d_logits_BTC, part_CD, preferred_element_type=dtype)
             d_part_CD = jnp.einsum('btc,btd->cd', d_logits_BTC, hidden_BTD, preferred_element_type=dtype)
             if current_mesh() is not None:
-                d_part_CD = jax.lax.psum_scatter(d_part_CD, RULES['embed'], scatter_dimension=1, tiled=True)
+                d_part_CD = reduce_scatter(d_part_CD, RULES['embed'], dimension=1)
             return d_hidden_BTD, d_part_CD
 
         targets_BT = _tied(targets_BT, hidden_BTD)

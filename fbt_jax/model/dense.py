@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from fbt_jax.sharding import RULES, current_mesh, mesh_axes
+from fbt_jax.sharding import RULES, current_mesh, mesh_axes, reduce_scatter
 
 _GATHERED = {'fsdp', 'context'}  # they split rows and positions, so each device needs the whole side that they split
 
@@ -114,8 +114,7 @@ def _backward(axes, wide, residuals, d_ys):  # type: ignore[no-untyped-def]
             d_xs.append(d_y @ _whole(kernel, layout, x.dtype).T)
             gradient = d_kernel(x, d_y)
             for side, side_axes in enumerate(layout.gathered):
-                if side_axes:
-                    gradient = jax.lax.psum_scatter(gradient, side_axes, scatter_dimension=side, tiled=True)
+                gradient = reduce_scatter(gradient, side_axes, dimension=side)
             d_kernels.append(jax.lax.psum(gradient, layout.rows).astype(kernel.dtype))
         d_x = sum(d_xs[1:], start=d_xs[0])
         return jax.lax.psum(d_x, layouts[0].summed[1]), *d_kernels

@@ -11,6 +11,7 @@ import jax
 from fbt_jax.config import ModelConfig
 from fbt_jax.training.chips import chip_of
 
+
 def forward_flops(config: ModelConfig, *, seq_len: int, fused: bool) -> float:
     """FLOPs per token of one forward pass with the LM head; `fused` adds the feedback map."""
     c = config
