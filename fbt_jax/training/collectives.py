@@ -50,10 +50,10 @@ def in_program(
             op, rest = match['op'], match['rest']
             kind = op.removesuffix('-start')
             if kind in KINDS:
-                channel = re.search(r'channel_id=(\d+)', rest)
-                if channel and channel[1] in seen:  # a TPU writes one collective into each fusion that it runs beside
+                chain = re.search(r'chain_id="(\d+)"', rest)
+                if chain and chain[1] in seen:  # a TPU writes one collective into each fusion that it runs beside
                     continue
-                seen.add(channel[1] if channel else line)
+                seen.add(chain[1] if chain else line)
                 if 'all-reduce-scatter' in name:  # TPU's fusion of an all-reduce and the slice that is kept
                     kind = 'reduce-scatter'
                 found.append(_collective(kind, op, match['type'], rest, times, devices_per_slice))
@@ -87,7 +87,8 @@ def _trips(rest: str, computations: dict[str, tuple[bool, list[str]]]) -> int:
 
 def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:
     """(name, (is it the entry, its lines))."""
-    name, is_entry, lines = '', False, []
+    name, is_entry = '', False
+    lines: list[str] = []
     for line in text.splitlines():
         head = re.match(r'^(ENTRY )?%?([\w.-]+) .*\{\s*$', line)
         if head and not line.startswith(' '):
@@ -109,7 +110,7 @@ def _collective(kind: str, op: str, types: str, rest: str, times: float, devices
         (_BYTES.get(dtype, 4), math.prod(int(n) for n in shape.split(',') if n))
         for dtype, shape in re.findall(r'\b([a-z]+\d*)\[([\d,]*)\]', types)
     ]
-    whole = sum(size * elements for size, elements in arrays)
+    whole = float(sum(size * elements for size, elements in arrays))
     groups = _groups(rest)
     n = groups.shape[1] if groups.size else 2
     if op == 'all-gather-start':

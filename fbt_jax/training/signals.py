@@ -1,4 +1,5 @@
-"""SIGTERM and SIGINT: remembered when they come, acted on where the run can save. A second one acts at once.
+"""SIGTERM and SIGINT: remembered when they come, acted on where the run can save. A later one acts at once, but not one
+that comes within REPEAT_SECONDS: Slurm sends SIGTERM twice within milliseconds.
 
 With several processes JAX's preemption service takes the SIGTERM that any of them gets, and makes all stop at the same
 poll, so that they save the same step; SIGINT counts as SIGTERM then. Every process must poll equally often.
@@ -7,12 +8,16 @@ poll, so that they save the same step; SIGINT counts as SIGTERM then. Every proc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+
+REPEAT_SECONDS = 2
 
 
 class Stopped(Exception):
@@ -30,6 +35,7 @@ class StopSignals:
         self._number: int | None = None
         self._previous: dict[int, Any] = {}
         self._polls = 0
+        self._since = 0.0
 
     def __enter__(self) -> 'StopSignals':
         if jax.process_count() > 1:
@@ -48,9 +54,12 @@ class StopSignals:
             signal.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._number = number
-        for handled in self._previous:
-            signal.signal(handled, signal.SIG_DFL)
+        now = time.monotonic()
+        if self._number is None:
+            self._number, self._since = number, now
+        elif now - self._since > REPEAT_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def poll(self) -> None:
         if jax.process_count() > 1:
