@@ -16,7 +16,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-
 REPEAT_SECONDS = 2
 
 
