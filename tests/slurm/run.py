@@ -185,9 +185,7 @@ def requeued_run(slurm: Slurm, ntasks: int, log: Path) -> None:
         wait_for(f'steps of start {number}', lambda s=start: last_step(workdir) >= s + 20 or slurm.ended(job))
         check(not slurm.ended(job), f'start {number} runs, step {last_step(workdir)}')
         slurm.ask(*stop)
-        wait_for(
-            'the job to be queued again', lambda n=number: slurm.job(job, 'Restarts') == str(n) or slurm.ended(job)
-        )
+        wait_for('the tasks to leave', lambda n=number: log.read_text().count('batch: the tasks left') == n)
         new = [step for step in saved() if step not in before]
         check(len(new) == 1 and start < new[0] < STEPS, f'{" ".join(stop[:2])}: checkpoint {new} saved')
         text = log.read_text()
