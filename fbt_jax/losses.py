@@ -2,21 +2,28 @@
 
     nll = log Z - logit[target],   log Z = logsumexp over the real vocabulary of h E^T
 
-The logits exist for one chunk of positions at a time, (B, C, V), forward and backward; the backward pass recomputes
-them from the states and log Z. Everything accumulates in promote_types(dtype, float32). z-loss (method.md section 9)
-needs no code of its own: log Z is an output, differentiable like nll.
+The logits exist for one chunk of the vocabulary at a time, (B, T, C), forward (a running maximum and sum) and
+backward, which recomputes them from the states and log Z. So a table that is split over devices is never gathered
+whole, and its gradient leaves each chunk once. Everything accumulates in promote_types(dtype, float32). z-loss
+(method.md section 9) needs no code of its own: log Z is an output, differentiable like nll.
+Shapes: B rows, T positions, D width, V padded vocabulary, C = V / n of n chunks; chunk j has the rows j, j + n, ...,
+so that each shard of a table split over V gives every chunk its part.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fbt_jax.model.transformer import logits
+from fbt_jax.model.transformer import MASKED_LOGIT
+from fbt_jax.sharding import RULES, axis_size, constrain
 
-CHUNK_ELEMENTS = 2**23  # logits held at a time, 32 MiB in float32: the fastest size in benchmarks/loss_cost.py
+# Logits held at a time by a device. With bfloat16 states (accelerators) 128 MiB, which keeps their matrix units busy;
+# otherwise (CPU) what a cache holds, see benchmarks/loss_cost.py.
+CHUNK_ELEMENTS, CHUNK_ELEMENTS_BFLOAT16 = 2**20, 2**25
+MIN_CHUNK_ROWS = 128  # of the vocabulary
 
 
 class TokenLosses(NamedTuple):
@@ -35,13 +42,21 @@ class LossSums(NamedTuple):
     correct: jax.Array
 
 
-def chunk_length(batch: int, seq_len: int, vocab: int) -> int:
-    """The largest divisor of `seq_len` whose logits stay within CHUNK_ELEMENTS (at least 1)."""
-    return max(c for c in range(1, seq_len + 1) if seq_len % c == 0 and (c == 1 or batch * c * vocab <= CHUNK_ELEMENTS))
+def chunk_count(hidden_BTD: jax.Array, vocab: int) -> int:
+    """The fewest equal chunks of V whose logits stay within CHUNK_ELEMENTS on a device.
+
+    A chunk keeps MIN_CHUNK_ROWS rows at least, so a very long batch may exceed it.
+    """
+    batch, seq_len, _ = hidden_BTD.shape
+    elements = CHUNK_ELEMENTS_BFLOAT16 if hidden_BTD.dtype == jnp.bfloat16 else CHUNK_ELEMENTS
+    tokens = batch * seq_len // axis_size(*RULES['batch'], *RULES['length'])
+    rows = vocab // axis_size(*RULES['vocab'])
+    counts = [n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or rows // n >= MIN_CHUNK_ROWS)]
+    return next((n for n in counts if tokens * (rows // n) <= elements), counts[-1])
 
 
 def token_losses(
-    hidden_BTD: jax.Array, embedding_VD: jax.Array, targets_BT: jax.Array, *, vocab_size: int, chunk: int | None = None
+    hidden_BTD: jax.Array, embedding_VD: jax.Array, targets_BT: jax.Array, *, vocab_size: int, chunks: int | None = None
 ) -> TokenLosses:
     """Negative log-likelihood and log Z of every position.
 
@@ -49,13 +64,13 @@ def token_losses(
       hidden_BTD: states after the final norm.
       embedding_VD: the tied embedding, rows padded beyond `vocab_size`.
       targets_BT: int, in 0..vocab_size-1.
-      chunk: positions whose logits are held at once; must divide T. Default: `chunk_length`.
+      chunks: in how many parts the vocabulary is taken; must divide V. Default: `chunk_count`.
     """
-    batch, seq_len, _ = hidden_BTD.shape
-    chunk = chunk or chunk_length(batch, seq_len, embedding_VD.shape[0])
-    if seq_len % chunk:
-        raise ValueError(f'chunk = {chunk} does not divide the {seq_len} positions')
-    return TokenLosses(*_token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size, chunk))
+    vocab = embedding_VD.shape[0]
+    chunks = chunks or chunk_count(hidden_BTD, vocab)
+    if vocab % chunks:
+        raise ValueError(f'chunks = {chunks} does not divide the {vocab} rows of the vocabulary')
+    return TokenLosses(*_token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size, chunks))
 
 
 def loss_sums(losses: TokenLosses, weights_BT: jax.Array) -> LossSums:
@@ -67,62 +82,91 @@ def loss_sums(losses: TokenLosses, weights_BT: jax.Array) -> LossSums:
     return LossSums(total(losses.nll_BT), total(losses.log_z_BT**2), total(losses.correct_BT))
 
 
-def _to_chunks(x_BTx: jax.Array, chunk: int) -> jax.Array:
-    """(B, T, ...) -> (T/C, B, C, ...)."""
-    batch, seq_len, *rest = x_BTx.shape
-    return jnp.moveaxis(x_BTx.reshape(batch, seq_len // chunk, chunk, *rest), 1, 0)
+def _tied(targets_BT: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
+    """The targets, but in JAX's eyes a function of the states.
+
+    They don't change over the passes, so differentiating the scan over passes would compare them with the ids of all
+    chunks once, outside of it, and keep (n, B, T, C) booleans.
+    """
+    return targets_BT + 0 * jnp.isnan(hidden_BTD[..., 0]).astype(targets_BT.dtype)
 
 
-def _from_chunks(x_nBCx: jax.Array) -> jax.Array:
-    n, batch, chunk, *rest = x_nBCx.shape
-    return jnp.moveaxis(x_nBCx, 0, 1).reshape(batch, n * chunk, *rest)
+def _chunks(embedding_VD: jax.Array, chunks: int, dtype: jnp.dtype) -> jax.Array:
+    """(n, C, D) in the compute dtype, still split over the devices as the table is."""
+    parts_nCD = jnp.moveaxis(embedding_VD.astype(dtype).reshape(-1, chunks, embedding_VD.shape[1]), 1, 0)
+    return constrain(parts_nCD, None, 'vocab', 'embed')
+
+
+def _chunk_logits(
+    hidden_BTD: jax.Array, part_CD: jax.Array, j: jax.Array, chunks: int, vocab_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Logits of chunk j, (B, T, C), padding masked; and the ids of its rows, (C,)."""
+    ids_C = jnp.arange(part_CD.shape[0]) * chunks + j
+    part_CD = constrain(part_CD, 'vocab', 'state')  # gathers this chunk's rows, no more
+    dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
+    logits_BTC = jnp.einsum('btd,cd->btc', hidden_BTD, part_CD, preferred_element_type=dtype)
+    logits_BTC = constrain(logits_BTC, 'batch', 'length', 'vocab')
+    # Added, not chosen by jnp.where, which would make a (B, T, C) condition that the scan over passes keeps.
+    return logits_BTC + jnp.where(ids_C < vocab_size, 0, MASKED_LOGIT).astype(dtype), ids_C
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _token_losses(
-    hidden_BTD: jax.Array, embedding_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int
+    hidden_BTD: jax.Array, embedding_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunks: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def one_chunk(xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        hidden_BCD, targets_BC = xs
-        logits_BCV = logits(hidden_BCD, embedding_VD, vocab_size=vocab_size)
-        top_BC = jnp.max(logits_BCV, axis=-1)
-        log_z_BC = top_BC + jnp.log(jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1))
-        target_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
-        return log_z_BC - target_BC, log_z_BC, (target_BC >= top_BC).astype(log_z_BC.dtype)
+    dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
+    targets_BT = _tied(targets_BT, hidden_BTD)
 
-    out = jax.lax.map(one_chunk, (_to_chunks(hidden_BTD, chunk), _to_chunks(targets_BT, chunk)))
-    nll_BT, log_z_BT, correct_BT = (_from_chunks(x) for x in out)
-    return nll_BT, log_z_BT, correct_BT
+    def one_chunk(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        top_BT, sum_BT, target_BT = carry
+        j, part_CD = xs
+        logits_BTC, ids_C = _chunk_logits(hidden_BTD, part_CD, j, chunks, vocab_size)
+        new_top_BT = jnp.maximum(top_BT, jnp.max(logits_BTC, axis=-1))
+        part_sum_BT = jnp.sum(jnp.exp(logits_BTC - new_top_BT[..., None]), axis=-1)
+        # A masked sum, not a gather: that would collect the logits of a vocabulary split over devices.
+        target_BT += jnp.sum(jnp.where(ids_C == targets_BT[..., None], logits_BTC, 0), axis=-1)
+        return (new_top_BT, sum_BT * jnp.exp(top_BT - new_top_BT) + part_sum_BT, target_BT), None
+
+    zeros_BT = constrain(jnp.zeros(targets_BT.shape, dtype), 'batch', 'length')
+    parts_nCD = _chunks(embedding_VD, chunks, hidden_BTD.dtype)
+    first = (zeros_BT + MASKED_LOGIT, zeros_BT, zeros_BT)
+    (top_BT, sum_BT, target_BT), _ = jax.lax.scan(one_chunk, first, (jnp.arange(chunks), parts_nCD))
+    log_z_BT = top_BT + jnp.log(sum_BT)
+    return log_z_BT - target_BT, log_z_BT, (target_BT >= top_BT).astype(dtype)
 
 
-def _forward(hidden_BTD, embedding_VD, targets_BT, vocab_size, chunk):  # type: ignore[no-untyped-def]
-    out = _token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size, chunk)
+def _forward(hidden_BTD, embedding_VD, targets_BT, vocab_size, chunks):  # type: ignore[no-untyped-def]
+    out = _token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size, chunks)
     return out, (hidden_BTD, embedding_VD, targets_BT, out[1])
 
 
-def _backward(vocab_size, chunk, residuals, cotangents):  # type: ignore[no-untyped-def]
+def _backward(vocab_size, chunks, residuals, cotangents):  # type: ignore[no-untyped-def]
     """d nll / d logits = softmax - onehot(target);  d log Z / d logits = softmax."""
     hidden_BTD, embedding_VD, targets_BT, log_z_BT = residuals
     d_nll_BT, d_log_z_BT, _ = cotangents
     dtype = log_z_BT.dtype
+    targets_BT = _tied(targets_BT, hidden_BTD)
 
-    def one_chunk(d_embedding_VD, xs):  # type: ignore[no-untyped-def]
-        hidden_BCD, targets_BC, log_z_BC, d_nll_BC, d_log_z_BC = xs
-        logits_BCV = logits(hidden_BCD, embedding_VD, vocab_size=vocab_size)
-        softmax_BCV = jnp.exp(logits_BCV - log_z_BC[..., None])
-        is_target_BCV = jnp.arange(embedding_VD.shape[0]) == targets_BC[..., None]
-        d_logits_BCV = (d_nll_BC + d_log_z_BC)[..., None] * softmax_BCV - jnp.where(
-            is_target_BCV, d_nll_BC[..., None], 0.0
+    def one_chunk(d_hidden_BTD, xs):  # type: ignore[no-untyped-def]
+        j, part_CD = xs
+        logits_BTC, ids_C = _chunk_logits(hidden_BTD, part_CD, j, chunks, vocab_size)
+        softmax_BTC = jnp.exp(logits_BTC - log_z_BT[..., None])
+        is_target_BTC = ids_C == targets_BT[..., None]
+        d_logits_BTC = (d_nll_BT + d_log_z_BT)[..., None] * softmax_BTC - jnp.where(
+            is_target_BTC, d_nll_BT[..., None], 0.0
         )
-        d_logits_BCV = d_logits_BCV.astype(hidden_BCD.dtype)
-        d_hidden_BCD = jnp.einsum('bcv,vd->bcd', d_logits_BCV, embedding_VD.astype(hidden_BCD.dtype))
-        d_embedding_VD += jnp.einsum('bcv,bcd->vd', d_logits_BCV, hidden_BCD, preferred_element_type=dtype)
-        return d_embedding_VD, d_hidden_BCD
+        d_logits_BTC = d_logits_BTC.astype(hidden_BTD.dtype)
+        part_CD = constrain(part_CD, 'vocab', 'state')
+        d_hidden_BTD += jnp.einsum('btc,cd->btd', d_logits_BTC, part_CD, preferred_element_type=dtype)
+        d_part_CD = jnp.einsum('btc,btd->cd', d_logits_BTC, hidden_BTD, preferred_element_type=dtype)
+        return constrain(d_hidden_BTD, 'batch', 'length', 'state'), constrain(d_part_CD, 'vocab', 'embed')
 
-    xs = tuple(_to_chunks(x, chunk) for x in (hidden_BTD, targets_BT, log_z_BT, d_nll_BT, d_log_z_BT))
-    d_embedding_VD, d_hidden = jax.lax.scan(one_chunk, jnp.zeros(embedding_VD.shape, dtype), xs)
+    parts_nCD = _chunks(embedding_VD, chunks, hidden_BTD.dtype)
+    zeros_BTD = constrain(jnp.zeros(hidden_BTD.shape, dtype), 'batch', 'length', 'state')
+    d_hidden_BTD, d_parts_nCD = jax.lax.scan(one_chunk, zeros_BTD, (jnp.arange(chunks), parts_nCD))
+    d_embedding_VD = jnp.moveaxis(constrain(d_parts_nCD, None, 'vocab', 'embed'), 0, 1).reshape(embedding_VD.shape)
     d_targets = np.zeros(targets_BT.shape, jax.dtypes.float0)
-    return _from_chunks(d_hidden), d_embedding_VD.astype(embedding_VD.dtype), d_targets
+    return d_hidden_BTD.astype(hidden_BTD.dtype), d_embedding_VD.astype(embedding_VD.dtype), d_targets
 
 
 _token_losses.defvjp(_forward, _backward)

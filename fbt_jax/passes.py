@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from fbt_jax.batch import Batch
+from fbt_jax.model.transformer import compute_dtype
+from fbt_jax.sharding import constrain
 
 # Purposes of random keys: every key is fold_in of (seed, step, purpose, pass, row), so nothing random is ever stored
 # and neither accumulation nor the mesh changes what a row draws.
@@ -94,7 +96,7 @@ def multi_pass(
       The last states, and what `per_pass` gave, stacked over passes.
     """
     starts_BT = batch.positions == 0
-    shape = jax.eval_shape(lambda: model.apply({'params': params}, batch.tokens))
+    shape = (*batch.tokens.shape, model.config.width)
 
     def one_pass(last_BTD: jax.Array, k: jax.Array) -> tuple[jax.Array, Any]:
         prev_BTD, plain_BT = None, None
@@ -116,7 +118,10 @@ def multi_pass(
         )
         return hidden_BTD, per_pass(hidden_BTD, last_BTD)
 
-    return MultiPass(*jax.lax.scan(one_pass, jnp.zeros(shape.shape, shape.dtype), jnp.arange(1, num_passes + 1)))
+    if model.config.remat == 'per_pass':
+        one_pass = jax.checkpoint(one_pass, prevent_cse=False)
+    before_BTD = constrain(jnp.zeros(shape, compute_dtype(model.config)), 'batch', 'length', 'state')
+    return MultiPass(*jax.lax.scan(one_pass, before_BTD, jnp.arange(1, num_passes + 1)))
 
 
 def _pass_key(noise: Noise, purpose: int, k: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 Shapes: B batch, T positions, D width.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import reference
 from helpers import apply, flat_params, float64, make_batch, make_model, make_params
 
 from fbt_jax.config import FUSIONS
+from fbt_jax.model.dense import Dense
 from fbt_jax.model.feedback import Fusion
 from fbt_jax.model.transformer import init_params
 
@@ -22,7 +24,8 @@ FUSED = tuple(f for f in FUSIONS if f != 'none')
 
 def fuse(kind: str, params: Any, gate_input_BTD: Any, prev_BTD: Any) -> Any:
     dtype = jnp.asarray(gate_input_BTD).dtype
-    return Fusion(kind, dtype, dtype).apply({'params': params}, gate_input_BTD, prev_BTD)
+    dense = partial(Dense, gate_input_BTD.shape[-1], axes=('embed', 'fused'), dtype=dtype, param_dtype=dtype)
+    return Fusion(kind, dense).apply({'params': params}, gate_input_BTD, prev_BTD)
 
 
 def random_inputs(kind: str) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:

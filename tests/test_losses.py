@@ -1,6 +1,6 @@
 """Cross-entropy in chunks against float64 numpy and jax.grad of a plain log-softmax; what its memory may hold.
 
-Shapes: B batch, T positions, C positions of a chunk, D width, V padded vocabulary.
+Shapes: B batch, T positions, C rows of a chunk of the vocabulary, D width, V padded vocabulary.
 """
 
 import math
@@ -16,7 +16,7 @@ import pytest
 from helpers import float64, jaxpr_sizes
 
 from fbt_jax import losses
-from fbt_jax.losses import TokenLosses, chunk_length, loss_sums, token_losses
+from fbt_jax.losses import TokenLosses, chunk_count, loss_sums, token_losses
 from fbt_jax.model.transformer import logits
 
 Array = np.ndarray
@@ -66,8 +66,8 @@ def mixed_objective(nll_BT: Any, log_z_BT: Any) -> Any:
     return jnp.sum(weights_BT * nll_BT) + 0.01 * jnp.sum(weights_BT[::-1] * log_z_BT**2)
 
 
-def package_objective(hidden_BTD: Any, embedding_VD: Any, targets_BT: Any, chunk: int | None = None) -> Any:
-    out = token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=VOCAB_SIZE, chunk=chunk)
+def package_objective(hidden_BTD: Any, embedding_VD: Any, targets_BT: Any, chunks: int | None = None) -> Any:
+    out = token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=VOCAB_SIZE, chunks=chunks)
     return mixed_objective(out.nll_BT, out.log_z_BT)
 
 
@@ -77,7 +77,7 @@ def plain_objective(hidden_BTD: Any, embedding_VD: Any, targets_BT: Any) -> Any:
     return mixed_objective(nll_BT, jax.nn.logsumexp(logits_BTV, axis=-1))
 
 
-@partial(jax.jit, static_argnums=0, static_argnames='chunk')
+@partial(jax.jit, static_argnums=0, static_argnames='chunks')
 def gradients(objective: Callable[..., Any], inputs: Inputs, **kwargs: Any) -> tuple[Array, Array]:
     """With respect to hidden_BTD and embedding_VD."""
     return jax.grad(partial(objective, **kwargs), argnums=(0, 1))(*inputs)
@@ -93,7 +93,7 @@ def assert_close(actual: Any, expected: Any, *, tolerance: float) -> None:
 @pytest.mark.parametrize('scale', SCALES)
 def test_values_equal_float64_at_any_logit_scale(scale: float, dtype: Any) -> None:
     inputs = make_inputs(scale, dtype)
-    out = token_losses(*inputs, vocab_size=VOCAB_SIZE, chunk=4)
+    out = token_losses(*inputs, vocab_size=VOCAB_SIZE, chunks=4)
     expected = expected_losses(inputs, dtype)
     assert {x.dtype for x in out} == {jnp.dtype('float32')}
     assert expected.correct_BT.mean() > 0.4 and expected.correct_BT.mean() < 0.6
@@ -112,7 +112,7 @@ def test_values_equal_float64_at_any_logit_scale(scale: float, dtype: Any) -> No
 @float64
 def test_gradients_equal_those_of_a_plain_log_softmax(scale: float, dtype: Any, tolerance: float) -> None:
     inputs = make_inputs(scale, dtype)
-    actual = gradients(package_objective, inputs, chunk=4)
+    actual = gradients(package_objective, inputs, chunks=4)
     rounded = Inputs(*(jnp.asarray(jnp.asarray(x, dtype), jnp.float64) for x in inputs[:2]), inputs.targets_BT)
     expected = gradients(plain_objective, rounded)
     assert actual[0].dtype == dtype and actual[1].dtype == jnp.promote_types(dtype, jnp.float32)
@@ -130,34 +130,41 @@ def test_float64_values_stay_float64() -> None:
     np.testing.assert_allclose(sums.nll, expected.nll_BT.sum(), rtol=1e-14)
 
 
-def test_no_chunk_size_changes_anything() -> None:
-    inputs = make_inputs(5)
+@float64
+def test_no_number_of_chunks_changes_anything() -> None:
+    inputs = make_inputs(5, jnp.float64)
 
-    def everything(chunk: int | None) -> Any:
+    def everything(chunks: int | None) -> Any:
         """(losses, gradients)."""
 
         def objective(hidden_BTD: Any, embedding_VD: Any) -> Any:
-            out = token_losses(hidden_BTD, embedding_VD, inputs.targets_BT, vocab_size=VOCAB_SIZE, chunk=chunk)
+            out = token_losses(hidden_BTD, embedding_VD, inputs.targets_BT, vocab_size=VOCAB_SIZE, chunks=chunks)
             return mixed_objective(out.nll_BT, out.log_z_BT), out
 
         grads, out = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(*inputs[:2])
         return *out, *grads
 
-    whole = everything(SEQ_LEN)
-    for chunk in (1, 3, 4, None):
-        for a, e in zip(everything(chunk), whole, strict=True):
-            assert_close(a, e, tolerance=1e-6)
-    with pytest.raises(ValueError, match='chunk = 5 does not divide the 12 positions'):
-        token_losses(*inputs, vocab_size=VOCAB_SIZE, chunk=5)
+    whole = everything(1)
+    for chunks in (2, 4, len(inputs.embedding_VD), None):
+        for a, e in zip(everything(chunks), whole, strict=True):
+            assert_close(a, e, tolerance=1e-13)
+    with pytest.raises(ValueError, match=r'chunks = 5 does not divide the .* rows of the vocabulary'):
+        token_losses(*inputs, vocab_size=VOCAB_SIZE, chunks=5)
 
 
-def test_default_chunk_is_the_largest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_is_the_fewest_chunks_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(batch: int, seq_len: int, vocab: int, dtype: Any = jnp.float32) -> int:
+        return chunk_count(jax.ShapeDtypeStruct((batch, seq_len, WIDTH), dtype), vocab)
+
     monkeypatch.setattr(losses, 'CHUNK_ELEMENTS', 2**20)
-    assert chunk_length(4, 24, 2**13) == 24  # 3 * 2^18 logits in all
-    assert chunk_length(8, 24, 2**13) == 12  # 16 positions would fit, 12 is the divisor below
-    assert chunk_length(8, 24, 2**15) == 4
-    assert chunk_length(64, 24, 2**20) == 1  # not even one position fits
-    assert chunk_length(8, 23, 2**13) == 1
+    monkeypatch.setattr(losses, 'CHUNK_ELEMENTS_BFLOAT16', 2**25)
+    assert count(4, 24, 2**13) == 1  # 3 * 2^18 logits in all
+    assert count(8, 32, 2**13) == 2  # 2^21
+    assert count(8, 32, 3 * 2**12) == 3  # 3 * 2^20
+    assert count(8, 48, 3 * 2**12) == 6  # 4.5 * 2^20, and 5 does not divide
+    assert count(64, 2048, 2**13) == 64  # chunks of 128 rows, though they hold more
+    assert count(1, 1, 96) == 1  # fewer rows than that
+    assert count(8, 8192, 100_352, jnp.bfloat16) == 196  # of 512 rows: 2^16 tokens x 512 = 2^25
 
 
 def test_correct_marks_the_argmax_over_the_real_vocabulary() -> None:
@@ -208,7 +215,7 @@ def test_weight_zero_counts_for_nothing_whatever_stands_there() -> None:
     @jax.jit
     def value_and_gradients(hidden_BTD: Any, targets_BT: Any) -> Any:
         def objective(hidden_BTD: Any, embedding_VD: Any) -> Any:
-            out = token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=VOCAB_SIZE, chunk=3)
+            out = token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=VOCAB_SIZE, chunks=4)
             sums = loss_sums(out, weights_BT)
             return sums.nll + 0.1 * sums.squared_log_z, sums
 
@@ -234,7 +241,7 @@ def test_bfloat16_states_are_accumulated_in_float32() -> None:
     targets_BT = np.zeros((1, seq_len), np.int32)
 
     def mean_nll(embedding_VD: Any) -> Any:
-        return jnp.sum(token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=vocab, chunk=32).nll_BT)
+        return jnp.sum(token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=vocab, chunks=32).nll_BT)
 
     value, d_embedding_VD = jax.jit(jax.value_and_grad(mean_nll))(embedding_VD)
     np.testing.assert_allclose(value, seq_len * math.log(vocab), rtol=1e-5)
@@ -249,12 +256,12 @@ def hlo_sizes(text: str) -> Iterator[int]:
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_no_array_holds_all_logits_forward_or_backward(dtype: Any) -> None:
-    batch, seq_len, chunk, vocab = 2, 32, 4, 1024
+    batch, seq_len, chunks, vocab = 2, 64, 8, 1024
     hidden_BTD, embedding_VD = jnp.ones((batch, seq_len, WIDTH), dtype), jnp.ones((vocab, WIDTH))
     targets_BT = np.zeros((batch, seq_len), np.int32)
 
     def chunked(hidden_BTD: Any, embedding_VD: Any) -> Any:
-        out = token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=1000, chunk=chunk)
+        out = token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=1000, chunks=chunks)
         return mixed_objective(out.nll_BT, out.log_z_BT)
 
     def whole(hidden_BTD: Any, embedding_VD: Any) -> Any:
@@ -265,5 +272,5 @@ def test_no_array_holds_all_logits_forward_or_backward(dtype: Any) -> None:
         compiled = traced.lower().compile()
         return max(jaxpr_sizes(traced.jaxpr.jaxpr)), max(hlo_sizes(compiled.as_text()))
 
-    assert largest(chunked) == (max(batch * chunk * vocab, vocab * WIDTH),) * 2
+    assert largest(chunked) == (max(batch * seq_len * vocab // chunks, vocab * WIDTH),) * 2
     assert min(largest(whole)) >= batch * seq_len * VOCAB_SIZE, 'the control: the check sees whole logits'

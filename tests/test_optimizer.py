@@ -270,8 +270,8 @@ def test_clipping_is_by_the_norm_of_all_groups_together() -> None:
 
 
 def first_moments(state: Any) -> dict[str, Array]:
-    """{parameter: momentum} over all groups; NorMuon and Adam both call it `mu`."""
-    found = optax.tree.get_all_with_path(state, 'mu')
+    """{parameter: momentum} over all groups; NorMuon's is called `ema`, Adam's `mu`."""
+    found = optax.tree.get_all_with_path(state, 'ema') + optax.tree.get_all_with_path(state, 'mu')
     assert len(found) == 3
     return {name: moment for _, part in found for name, moment in flat(part).items()}
 

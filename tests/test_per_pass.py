@@ -56,7 +56,7 @@ def eval_step(model: Transformer) -> Callable[[Any, Batch], BatchSums]:
 
 def results_of(data: Data, params: Any, eval_step: Any, batch_size: int, rows: int = ROWS) -> PassResults:
     batches = data.validation_batches(batch_size, max_rows=rows)
-    return evaluate_passes(eval_step, params, batches, token_bytes=data.token_bytes)
+    return evaluate_passes(eval_step, params, batches)
 
 
 @pytest.fixture(scope='module')
@@ -142,7 +142,7 @@ def test_bytes_are_those_of_the_validation_text(tokenizer: str, batch_size: int)
     data = make_data(tokenizer=tokenizer, seq_len=500)
     nothing = BatchSums(np.zeros((1, 500)), np.zeros((1, 500)), np.zeros((1, 500)), np.zeros(500))
     batches = data.validation_batches(batch_size)
-    counted = evaluate_passes(lambda params, batch: nothing, None, batches, token_bytes=data.token_bytes)
+    counted = evaluate_passes(lambda params, batch: nothing, None, batches)
     assert counted.bytes == sum(len(document.encode()) for document in corpus.split().validation)
 
 
@@ -165,7 +165,7 @@ def test_poll_may_end_it_between_batches(data: Data, params: Any, eval_step: Any
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate_passes(eval_step, params, data.validation_batches(1), token_bytes=data.token_bytes, poll=poll)
+        evaluate_passes(eval_step, params, data.validation_batches(1), poll=poll)
     assert len(calls) == 3
     with pytest.raises(ValueError, match='no validation rows'):
-        evaluate_passes(eval_step, params, iter(()), token_bytes=None)
+        evaluate_passes(eval_step, params, iter(()))

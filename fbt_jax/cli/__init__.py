@@ -7,6 +7,8 @@ signal after saving. Verbs import what they need when they run, so that `fbt --h
 import argparse
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from fbt_jax.config import UserError
@@ -46,6 +48,32 @@ def main(argv: list[str] | None = None) -> int:
         status, what = 130, 'interrupted'
     print(f'fbt {args.verb}: {what}', file=sys.stderr)
     return status
+
+
+@contextmanager
+def processes() -> Iterator[None]:
+    """Around the work of a verb that may run as one of several processes: joins them, leaves with them.
+
+    A process that fails ends here and at once, for all that its exit handlers do is wait for the others.
+    """
+    from fbt_jax.training import processes as peers
+    from fbt_jax.training.signals import Stopped
+
+    status = 0
+    try:
+        peers.join()
+        yield
+    except Stopped as stopped:
+        # Not by returning: a thread in which XLA is still compiling would hold the process, or crash it as it unloads.
+        peers.leave(stopped.status)
+        peers.exit_now(stopped.status)
+    except BaseException as error:
+        status = 2 if isinstance(error, UserError) else 1
+        if peers.count() > 1:
+            print(f'fbt: {peers.prefix()}{type(error).__name__}: {error}', file=sys.stderr)
+            peers.exit_now(status)
+        raise
+    peers.leave(0)
 
 
 def config_overrides(rest: list[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fbt_jax.cli import no_more_arguments
+from fbt_jax.cli import no_more_arguments, processes
 from fbt_jax.config import UserError
 
 HELP = 'validation loss after each number of passes'
@@ -42,10 +42,21 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if args.plot is not None and not args.plot.endswith('.png'):
         raise UserError(f'--plot={args.plot}: must end in .png')
 
+    with processes():
+        _evaluate(args, passes)
+    return 0
+
+
+def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
+    import jax
+
     from fbt_jax.data import open_data
     from fbt_jax.evaluation.per_pass import evaluate_passes, make_eval_step
+    from fbt_jax.sharding import batch_shards
     from fbt_jax.training import summary
-    from fbt_jax.training.run_folder import load_run, require_data
+    from fbt_jax.training.loop import validation_batches
+    from fbt_jax.training.processes import is_primary
+    from fbt_jax.training.run_folder import load_run, require_data, spread
 
     trained = load_run(args.workdir, args.step)
     config = trained.config
@@ -57,12 +68,17 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     data = open_data(config)
     require_data(args.workdir, data.fingerprint)
     rows_logged = _metric_rows(args.workdir) if args.plot else []
-    results = evaluate_passes(
-        make_eval_step(trained.model, num_passes=max(passes)),
-        trained.params,
-        data.validation_batches(min(config.data.batch_size, data.num_validation_rows), max_rows=args.rows),
-        token_bytes=data.token_bytes,
-    )
+    trained, mesh = spread(trained)
+    shards = batch_shards(mesh)
+    size = -(-min(config.data.batch_size, data.num_validation_rows) // shards) * shards
+    with jax.set_mesh(mesh):
+        results = evaluate_passes(
+            make_eval_step(trained.model, num_passes=max(passes), token_bytes=data.token_bytes),
+            trained.params,
+            validation_batches(data, mesh, size, max_rows=args.rows),
+        )
+    if not is_primary():
+        return
     rows = min(args.rows or data.num_validation_rows, data.num_validation_rows)
     print(f'{args.workdir}, step {trained.step}: {rows} validation rows, {results.tokens:,.0f} tokens')
     print(*summary.loss_table(results, passes), sep='\n')
@@ -74,7 +90,6 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         from fbt_jax.evaluation.plots import draw_run
 
         draw_run(args.plot, rows_logged, results, passes)
-    return 0
 
 
 def _metric_rows(workdir: str) -> list[dict[str, Any]]:

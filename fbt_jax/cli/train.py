@@ -4,14 +4,14 @@
   fbt train --config=configs/tiny.py --workdir=runs/warm --config.init.from=runs/plain
 
 The same command again resumes from the newest complete checkpoint. --config.SECTION.KEY=VALUE overrides any key of the
-config; fbt_jax/config.py lists them all. SIGTERM and SIGINT save a checkpoint and leave with status 143 or 130.
+config; fbt_jax/config.py lists them all. As one of several
+processes where the environment says so: launch/README.md. SIGTERM and SIGINT save a checkpoint and leave with status
+143 or 130.
 """
 
 import argparse
-import os
-import sys
 
-from fbt_jax.cli import config_overrides
+from fbt_jax.cli import config_overrides, processes
 from fbt_jax.config import load_config_file
 
 HELP = 'train a model, or resume its run'
@@ -24,14 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     config = load_config_file(args.config, config_overrides(rest))
-    from fbt_jax.training.loop import train
-    from fbt_jax.training.signals import Stopped
+    with processes():
+        from fbt_jax.training.loop import train
 
-    try:
         train(config, args.workdir)
-    except Stopped as stopped:
-        # Not sys.exit: a thread in which XLA is still compiling would hold the process, or crash it as it unloads.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(stopped.status)
     return 0

@@ -9,7 +9,7 @@ source is an entry in `_SOURCES`. B rows, T positions. Grain is imported when tr
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +30,20 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Batch: ...
+
+
+class _RowsOfEachBatch:
+    """The rows `rows` of batch 0, then those of batch 1, and so on: what one process reads of an endless source."""
+
+    def __init__(self, source: Rows, rows: Sequence[int], batch_size: int) -> None:
+        self._source, self._rows, self._batch_size = source, rows, batch_size
+
+    def __len__(self) -> int:
+        return len(self._source) // self._batch_size * len(self._rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        batch, place = divmod(index, len(self._rows))
+        return self._source[batch * self._batch_size + self._rows[place]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,30 +67,36 @@ class Data:
     def num_validation_rows(self) -> int:
         return len(self.validation_rows)
 
-    def train_iterator(self) -> 'grain.DatasetIterator[Batch]':
-        """Global batches without end, `Batch`es of (B, T) numpy arrays, from step 0.
+    def train_iterator(self, rows: Sequence[int] | None = None) -> 'grain.DatasetIterator[Batch]':
+        """Batches without end, `Batch`es of (len(rows), T) numpy arrays, from step 0.
 
-        `get_state()` is {'next_index': the next step}; `set_state` continues exactly there. Call `close()` when done.
+        rows: which of the global batch's rows to read, for a process that needs no others (default: all).
+        `get_state()` is {'next_index': the next step}, whatever the rows; `set_state` continues exactly there. Call
+        `close()` when done.
         """
         import grain
 
-        rows = grain.MapDataset.source(self.train_rows)
-        batches = rows.batch(self.batch_size, drop_remainder=True)
+        rows = range(self.batch_size) if rows is None else rows
+        chosen = grain.MapDataset.source(_RowsOfEachBatch(self.train_rows, rows, self.batch_size))
+        batches = chosen.batch(len(rows), drop_remainder=True)
         # Grain's defaults, 16 threads and 500 elements ahead, would hold gigabytes of batches.
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
-    def validation_batches(self, batch_size: int, *, max_rows: int = 0) -> Iterator[Batch]:
-        """The validation rows in order as `Batch`es of (batch_size, T); padding rows fill up the last.
+    def validation_batches(
+        self, batch_size: int, *, max_rows: int = 0, rows: Sequence[int] | None = None
+    ) -> Iterator[Batch]:
+        """The validation rows in order as batches of `batch_size`; padding rows fill up the last.
 
         `max_rows` > 0 takes that many rows at even distances instead of all, so that a part still sees all documents.
+        Yields `Batch`es of (len(rows), T): those rows of each batch (default: all).
         """
         total = self.num_validation_rows
         count = min(max_rows, total) if max_rows > 0 else total
         chosen = [i * total // count for i in range(count)]
         for start in range(0, count, batch_size):
-            rows = [self.validation_rows[i] for i in chosen[start : start + batch_size]]
-            rows += [padding(self.seq_len)] * (batch_size - len(rows))
-            yield Batch(*map(np.stack, zip(*rows, strict=True)))
+            numbers = [start + row for row in (range(batch_size) if rows is None else rows)]
+            batch = [self.validation_rows[chosen[n]] if n < count else padding(self.seq_len) for n in numbers]
+            yield Batch(*map(np.stack, zip(*batch, strict=True)))
 
 
 class _Source(NamedTuple):

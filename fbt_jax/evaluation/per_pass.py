@@ -18,6 +18,7 @@ import numpy as np
 from fbt_jax.batch import Batch
 from fbt_jax.losses import token_losses
 from fbt_jax.passes import multi_pass
+from fbt_jax.sharding import replicated
 
 
 class BatchSums(NamedTuple):
@@ -25,13 +26,17 @@ class BatchSums(NamedTuple):
     correct_KP: Any
     squared_update_KP: Any  # of h^k - h^{k-1}, mean over the width; entry 0 is against h^0 = 0
     tokens_P: Any
+    bytes: Any  # of text that the counted targets stand for; None where tokens aren't text
 
 
 class PassResults(NamedTuple):
-    """Over all rows. `bytes` is None where tokens aren't text."""
+    """Over all rows."""
 
     sums: BatchSums  # float64 numpy
-    bytes: int | None
+
+    @property
+    def bytes(self) -> int | None:
+        return None if self.sums.bytes is None else int(self.sums.bytes)
 
     @property
     def tokens(self) -> float:
@@ -65,8 +70,14 @@ class PassResults(NamedTuple):
             return self.sums.correct_KP / self.sums.tokens_P
 
 
-def make_eval_step(model: Any, *, num_passes: int) -> Callable[[Any, Batch], BatchSums]:
-    """Jitted (params, batch) -> sums of one batch, for passes 1..num_passes in one scan."""
+def make_eval_step(
+    model: Any, *, num_passes: int, token_bytes: np.ndarray | None = None
+) -> Callable[[Any, Batch], BatchSums]:
+    """Jitted (params, batch) -> sums of one batch, for passes 1..num_passes in one scan.
+
+    token_bytes: (vocab_size,) int32, bytes of text of each id, where tokens are text. Call the step within the
+    `jax.set_mesh` of its arguments; every process gets the sums over all rows.
+    """
 
     def eval_step(params: Any, batch: Batch) -> BatchSums:
         seq_len = batch.tokens.shape[1]
@@ -86,7 +97,11 @@ def make_eval_step(model: Any, *, num_passes: int) -> Callable[[Any, Batch], Bat
 
         yields = multi_pass(model, params, batch, num_passes=num_passes, per_pass=per_pass).yields
         nll_KP, correct_KP, squared_update_KP = yields
-        return BatchSums(nll_KP, correct_KP, squared_update_KP, by_position(jnp.ones_like(batch.weights)))
+        tokens_P = by_position(jnp.ones_like(batch.weights))
+        text = (
+            None if token_bytes is None else jnp.sum(jnp.where(counted_BT, jnp.asarray(token_bytes)[batch.targets], 0))
+        )
+        return replicated(BatchSums(nll_KP, correct_KP, squared_update_KP, tokens_P, text))
 
     return jax.jit(eval_step)
 
@@ -96,18 +111,14 @@ def evaluate_passes(
     params: Any,
     batches: Iterable[Batch],
     *,
-    token_bytes: np.ndarray | None,
     poll: Callable[[], None] = lambda: None,
 ) -> PassResults:
     """Runs `eval_step` over all batches; `poll` is called between them and may raise to leave early."""
     sums: BatchSums | None = None
-    num_bytes = 0
     for batch in batches:
         poll()
         part = jax.tree.map(lambda x: np.asarray(x, np.float64), eval_step(params, batch))
         sums = part if sums is None else jax.tree.map(np.add, sums, part)
-        if token_bytes is not None:
-            num_bytes += int(token_bytes[batch.targets[batch.weights > 0]].sum())
     if sums is None:
         raise ValueError('no validation rows to evaluate')
-    return PassResults(sums, num_bytes if token_bytes is not None else None)
+    return PassResults(sums)

@@ -8,6 +8,7 @@ promote_types(dtype, float32). How many passes there are and which positions are
 `passes.py`.
 """
 
+import dataclasses
 from functools import partial
 
 import flax.linen as nn
@@ -16,14 +17,20 @@ import jax.numpy as jnp
 
 from fbt_jax.config import ModelConfig, UserError
 from fbt_jax.model.attention import attention, causal_mask, rope
+from fbt_jax.model.dense import Dense
+from fbt_jax.model.embedding import look_up
 from fbt_jax.model.feedback import Fusion
+from fbt_jax.sharding import constrain, parameter_specs
 
 MASKED_LOGIT = -1e30  # of the rows that only pad the vocabulary: exp(MASKED_LOGIT - max) is exactly 0
-# `model.remat`: what the layer scan's backward pass recomputes. None: no rematerialisation at all.
+# `model.remat`: what the backward pass of the layer scan recomputes. None: nothing is recomputed. `per_pass` recomputes
+# each whole pass (in passes.py) and within it each layer; `offload` keeps products in the host's memory.
 REMAT_POLICIES = {
     'nothing': None,
     'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     'per_layer': jax.checkpoint_policies.nothing_saveable,
+    'per_pass': jax.checkpoint_policies.nothing_saveable,
+    'offload': jax.checkpoint_policies.offload_dot_with_no_batch_dims('device', 'pinned_host'),
 }
 
 
@@ -36,21 +43,33 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     return jnp.dtype(config.dtype)
 
 
+def for_platform(config: ModelConfig, platform: str) -> ModelConfig:
+    """`config` with every 'auto' settled for a platform ('cpu', 'gpu' or 'tpu') other than, perhaps, this process's."""
+    dtype = ('float32' if platform == 'cpu' else 'bfloat16') if config.dtype == 'auto' else config.dtype
+    return dataclasses.replace(config, dtype=dtype)
+
+
 def param_dtype(config: ModelConfig) -> jnp.dtype:
     return jnp.promote_types(compute_dtype(config), jnp.float32)
 
 
 def _norm(config: ModelConfig, name: str) -> nn.RMSNorm:
-    return nn.RMSNorm(epsilon=1e-6, dtype=compute_dtype(config), param_dtype=param_dtype(config), name=name)
-
-
-def _dense(config: ModelConfig, features: int, name: str) -> nn.Dense:
-    return nn.Dense(
-        features,
-        use_bias=False,
+    return nn.RMSNorm(
+        epsilon=1e-6,
         dtype=compute_dtype(config),
         param_dtype=param_dtype(config),
-        kernel_init=nn.initializers.variance_scaling(1.0, 'fan_in', 'normal'),
+        scale_init=nn.with_logical_partitioning(nn.initializers.ones, ('norm',)),
+        name=name,
+    )
+
+
+def _dense(config: ModelConfig, features: int, name: str, axes: tuple[str | None, str | None]) -> Dense:
+    return Dense(
+        features,
+        axes=axes,
+        dtype=compute_dtype(config),
+        param_dtype=param_dtype(config),
+        fp32_gradient_reduction=config.fp32_gradient_reduction,
         name=name,
     )
 
@@ -68,10 +87,9 @@ class Block(nn.Module):
         branch_BTD = self._attention(
             _norm(self.config, 'attention_norm')(x_BTD), window=window, positions_BT=positions_BT, causal_BTS=causal_BTS
         )
-        x_BTD += scale * _norm(self.config, 'attention_post_norm')(branch_BTD)
+        x_BTD = _state(x_BTD + scale * _norm(self.config, 'attention_post_norm')(branch_BTD))
         branch_BTD = self._mlp(_norm(self.config, 'mlp_norm')(x_BTD))
-        x_BTD += scale * _norm(self.config, 'mlp_post_norm')(branch_BTD)
-        return x_BTD, None
+        return _state(x_BTD + scale * _norm(self.config, 'mlp_post_norm')(branch_BTD)), None
 
     def _attention(
         self, y_BTD: jax.Array, *, window: jax.Array, positions_BT: jax.Array, causal_BTS: jax.Array
@@ -79,9 +97,10 @@ class Block(nn.Module):
         c = self.config
         heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
         lead = y_BTD.shape[:2]
-        q_BTNH = _dense(c, c.width, 'query')(y_BTD).reshape(*lead, *heads)
-        k_BTMH = _dense(c, c.num_kv_heads * c.head_dim, 'key')(y_BTD).reshape(*lead, *kv_heads)
-        v_BTMH = _dense(c, c.num_kv_heads * c.head_dim, 'value')(y_BTD).reshape(*lead, *kv_heads)
+        kv_width, kv_axes = c.num_kv_heads * c.head_dim, ('embed', 'kv_heads')
+        q_BTNH = _dense(c, c.width, 'query', ('embed', 'heads'))(y_BTD).reshape(*lead, *heads)
+        k_BTMH = _dense(c, kv_width, 'key', kv_axes)(y_BTD).reshape(*lead, *kv_heads)
+        v_BTMH = _dense(c, kv_width, 'value', kv_axes)(y_BTD).reshape(*lead, *kv_heads)
         rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
         out_BTNH = attention(
             rotate(_norm(c, 'query_norm')(q_BTNH)),
@@ -90,13 +109,16 @@ class Block(nn.Module):
             causal_BTS=causal_BTS,
             window=window,
         )
-        gate_BTN = nn.sigmoid(_dense(c, c.num_heads, 'head_gate')(y_BTD))
-        return _dense(c, c.width, 'output')((out_BTNH * gate_BTN[..., None]).reshape(*lead, c.width))
+        gate_BTN = nn.sigmoid(_dense(c, c.num_heads, 'head_gate', ('embed', 'heads'))(y_BTD))
+        gated_BTD = constrain((out_BTNH * gate_BTN[..., None]).reshape(*lead, c.width), 'batch', 'length', 'heads')
+        return _dense(c, c.width, 'output', ('heads', 'embed'))(gated_BTD)
 
     def _mlp(self, y_BTD: jax.Array) -> jax.Array:
         c = self.config
-        gate_BTF, up_BTF = _dense(c, c.mlp_width, 'mlp_gate')(y_BTD), _dense(c, c.mlp_width, 'mlp_up')(y_BTD)
-        return _dense(c, c.width, 'mlp_down')(nn.silu(gate_BTF) * up_BTF)
+        gate_BTF = _dense(c, c.mlp_width, 'mlp_gate', ('embed', 'mlp'))(y_BTD)
+        up_BTF = _dense(c, c.mlp_width, 'mlp_up', ('embed', 'mlp'))(y_BTD)
+        inner_BTF = constrain(nn.silu(gate_BTF) * up_BTF, 'batch', 'length', 'mlp')
+        return _dense(c, c.width, 'mlp_down', ('mlp', 'embed'))(inner_BTF)
 
 
 class Transformer(nn.Module):
@@ -137,17 +159,18 @@ class Transformer(nn.Module):
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones_like(tokens_BT)
 
-        embedding_VD = self.param(
-            'embedding', nn.initializers.normal(c.width**-0.5), (c.padded_vocab_size, c.width), param_dtype(c)
+        initializer = nn.with_logical_partitioning(nn.initializers.normal(c.width**-0.5), ('vocab', 'embed'))
+        embedding_VD: jax.Array = self.param(  # type: ignore[assignment]
+            'embedding', initializer, (c.padded_vocab_size, c.width), param_dtype(c)
         )
         input_norm = _norm(c, 'input_norm')
-        x_BTD = input_norm(embedding_VD[tokens_BT].astype(compute_dtype(c)))
+        x_BTD = input_norm(_state(look_up(embedding_VD, tokens_BT, dtype=compute_dtype(c))))
         if prev_BTD is not None:
             if plain_BT is None:
                 plain_BT = positions_BT == 0
-            fusion = Fusion(c.fusion, compute_dtype(c), param_dtype(c), name='fusion')
-            fused_BTD = input_norm(fusion(x_BTD, prev_BTD.astype(x_BTD.dtype)))
-            x_BTD = jnp.where(plain_BT[..., None], x_BTD, fused_BTD)
+            dense = partial(_dense, c, c.width, axes=('embed', 'fused'))
+            fused_BTD = Fusion(c.fusion, dense, name='fusion')(x_BTD, prev_BTD.astype(x_BTD.dtype))
+            x_BTD = _state(jnp.where(plain_BT[..., None], x_BTD, input_norm(_state(fused_BTD))))
 
         block = Block
         if REMAT_POLICIES[c.remat] is not None:
@@ -159,14 +182,28 @@ class Transformer(nn.Module):
             split_rngs={'params': True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=c.num_layers,
+            metadata_params={nn.PARTITION_NAME: 'layers'},
         )(c, name='layers')
         windows_L = jnp.array([w or tokens_BT.shape[1] for w in c.layer_windows], jnp.int32)
         x_BTD, _ = layers(x_BTD, windows_L, positions_BT, causal_mask(segment_ids_BT))
-        return _norm(c, 'final_norm')(x_BTD)
+        return _state(_norm(c, 'final_norm')(x_BTD))
+
+
+def _state(x_BTD: jax.Array) -> jax.Array:
+    return constrain(x_BTD, 'batch', 'length', 'state')
 
 
 def init_params(model: Transformer, key: jax.Array) -> dict:
-    """Fresh parameters, fusion matrices included where the model has a fusion."""
+    """Fresh parameters, fusion matrices included where the model has a fusion. Call it outside `jax.set_mesh`."""
+    return nn.unbox(_init_boxed(model, key))
+
+
+def param_specs(model: Transformer) -> dict:
+    """PartitionSpec of every parameter, in the tree of `init_params`."""
+    return parameter_specs(jax.eval_shape(lambda: _init_boxed(model, jax.random.key(0))))
+
+
+def _init_boxed(model: Transformer, key: jax.Array) -> dict:
     tokens_BT = jnp.zeros((1, 2), jnp.int32)
     prev_BTD = None if model.config.fusion == 'none' else jnp.zeros((1, 2, model.config.width))
     return model.init(key, tokens_BT, prev_BTD)['params']

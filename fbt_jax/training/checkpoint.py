@@ -1,8 +1,9 @@
 """Checkpoints: a thin layer over Orbax that saves in the background, keeps the right ones and trusts no byte it reads.
 
-DIR/checkpoints/STEP holds three items: `state` (a pytree of arrays), `data` (the position of the input iterator, one
-file a process) and `meta` (the caller's JSON, and a manifest: path, shape, dtype and digest of every leaf). Every
-byte is checked against a digest at restore, see `integrity.py`.
+DIR/checkpoints/STEP holds two items: `state` (a pytree of arrays) and `meta` (the position of the input iterator, the
+caller's JSON, and a manifest: path, shape, dtype and digest of every leaf). Every byte is checked against a digest at
+restore, see `integrity.py`. Nothing in it depends on the mesh or the number of processes that saved it: the position is
+a global one, arrays are read into whatever shardings they are asked for.
 A step counts once Orbax has renamed its finished folder into place; older ones are removed after that, never before.
 """
 
@@ -12,13 +13,11 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import grain.checkpoint
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from fbt_jax.training.integrity import (
@@ -32,6 +31,8 @@ from fbt_jax.training.integrity import (
     seal,
     unseal,
 )
+from fbt_jax.training.processes import everywhere, on_primary
+from fbt_jax.training.signals import Stopped
 
 _TREES = {'params': ('params',), 'params+opt_state': ('params', 'opt_state')}
 
@@ -58,6 +59,7 @@ class Loaded(NamedTuple):
     step: int
     tree: dict[str, Any]
     meta: dict[str, Any]
+    data_position: Any
 
 
 class Checkpoints:
@@ -89,8 +91,9 @@ class Checkpoints:
     def __enter__(self) -> 'Checkpoints':
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if jax.process_count() == 1 or kind in (None, Stopped):  # else a peer that has failed would be waited for
+            self.close()
 
     def steps(self) -> list[int]:
         """Complete checkpoints, ascending; the one being saved, if there is one, is the last of them."""
@@ -123,14 +126,13 @@ class Checkpoints:
         header = {
             'meta': meta,
             'loss_pass_1': loss,
-            'process_count': jax.process_count(),
+            'data_position': data_iterator.get_state(),
             'leaves': manifest_of(state),
         }
         self._losses[step] = loss
         self._saving = step
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(_nest(named_leaves(state))),
-            data=grain.checkpoint.CheckpointSave(_SealedPosition(seal(data_iterator.get_state()))),
             meta=ocp.args.JsonSave({'sealed': seal(header)}),
         )
         try:
@@ -176,8 +178,8 @@ class Checkpoints:
         abstract_state: pytree of jax.ShapeDtypeStruct (shape, dtype, sharding) or arrays. `data_iterator` is set to
         the position saved with it. Damaged steps are passed over, told through `say` and moved to
         DIR/corrupt_checkpoints, but only once an older one has been read. Raises ValueError if the checkpoint doesn't
-        fit `abstract_state`, the number of processes or the iterator (nothing is moved then), CheckpointError if there
-        are steps but none can be read.
+        fit `abstract_state` or the iterator (nothing is moved then), CheckpointError if there are steps but none can be
+        read. Processes agree on the step: damage that one of them meets counts for all.
         """
         steps = self.steps()[::-1]
         damaged: dict[int, str] = {}
@@ -188,12 +190,15 @@ class Checkpoints:
                 damaged[step] = damage(error)
                 continue
             _require_fit(f'checkpoint {step} in {self._manager.directory}', header, abstract_state)
+            state = None
             try:
-                state, position = self._read(step, header['leaves'], abstract_state)
+                state = self._read(step, header['leaves'], abstract_state)
             except Exception as error:
                 damaged[step] = damage(error)
+            if not everywhere(state is not None):
+                damaged.setdefault(step, 'another process cannot read it')
                 continue
-            _set_position(data_iterator, position, f'checkpoint {step} in {self._manager.directory}')
+            _set_position(data_iterator, header['data_position'], f'checkpoint {step} in {self._manager.directory}')
             for bad in damaged:
                 self._set_aside(bad, f'{damaged[bad]}; going on from step {step}', say)
             return Restored(step, state, header['meta'])
@@ -202,32 +207,30 @@ class Checkpoints:
             raise CheckpointError(f'none of the checkpoints in {self._manager.directory} can be read ({reasons})')
         return None
 
-    def _read(self, step: int, manifest: dict[str, Any], abstract_state: Any) -> tuple[Any, Any]:
-        """(state, data position). Read in the saved dtypes, so that digests are compared before anything is cast."""
+    def _read(self, step: int, manifest: dict[str, Any], abstract_state: Any) -> Any:
+        """The state. Read in the saved dtypes, so that digests are compared before anything is cast."""
         wanted = named_leaves(abstract_state)
         target = {
             name: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(manifest[name]['dtype']), sharding=_sharding(leaf))
             for name, leaf in wanted.items()
         }
-        position = _SealedPosition('')
-        items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(_nest(target)), data=grain.checkpoint.CheckpointRestore(position)
-        )
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(_nest(target)))
         leaves = named_leaves(self._manager.restore(step, args=items).state)
         require_digests(leaves, manifest)
         cast = [leaves[name].astype(leaf.dtype) for name, leaf in wanted.items()]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), cast), unseal(position.text)
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), cast)
 
     def _set_aside(self, step: int, reason: str, say: Callable[[str], None]) -> None:
         home = self._root / 'corrupt_checkpoints'
         target, n = home / str(step), 1
         while target.exists():
             target, n = home / f'{step}.{n}', n + 1
-        if jax.process_index() == 0:
+
+        def move() -> None:
             home.mkdir(parents=True, exist_ok=True)
             (self._manager.directory / str(step)).rename(target)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f'set_aside_{step}')
+
+        on_primary(move)
         self._losses.pop(step, None)
         self._manager.reload()
         say(f'checkpoint {step} cannot be read and was moved to {target}: {reason}')
@@ -271,7 +274,7 @@ def load_tree(workdir: str, step: int | None = None, *, what: str = 'params') ->
             others = ', '.join(str(s) for s in steps if s != step) or 'none'
             message = f'checkpoint {step} in {workdir} cannot be read ({reason}); other steps: {others}'
             raise CheckpointError(message) from error
-    return Loaded(step, tree, header['meta'])
+    return Loaded(step, tree, header['meta'], header['data_position'])
 
 
 def _nest(leaves: dict[str, Any]) -> dict[str, Any]:
@@ -316,22 +319,6 @@ class _Best:
         return [c.step == best for c in checkpoints]
 
 
-class _SealedPosition:
-    """What grain's checkpoint handler saves and restores: the text of an iterator's position, taken at one moment."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def get_state(self) -> bytes:
-        return self.text.encode()
-
-    def set_state(self, state: bytes) -> None:
-        self.text = state.decode()
-
-    def start_prefetch(self) -> None:
-        """Part of the handler's protocol; there is nothing to fetch."""
-
-
 def _read_header(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
     return unseal(manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta['sealed'])
 
@@ -345,11 +332,6 @@ def _set_position(data_iterator: Any, position: Any, where: str) -> None:
 
 def _require_fit(where: str, header: dict[str, Any], abstract_state: Any) -> None:
     """ValueError unless the saved leaves are exactly those of `abstract_state`, by path and shape."""
-    if header['process_count'] != jax.process_count():
-        raise ValueError(
-            f'{where}: saved by {header["process_count"]} processes, each with its data position; '
-            f'now there are {jax.process_count()}'
-        )
     saved, wanted = header['leaves'], named_leaves(abstract_state)
     differences = {
         'missing in the checkpoint': sorted(wanted.keys() - saved.keys()),

@@ -3,33 +3,34 @@
 Everything that a step depends on is a function of (config, step) and the restored state, so a run that was killed and
 resumed writes the same parameters and the same metrics rows as one that was not. To that end the rows up to a
 checkpoint's step are on disk before the checkpoint is saved, and rows past it are dropped on resume. Metrics are read
-one step late, so that the device never waits for the host.
+one step late, so that the device never waits for the host. Every process runs this loop; what exists once (files, the
+terminal) is the primary's.
 """
 
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from fbt_jax.batch import Batch
 from fbt_jax.config import Config, UserError
 from fbt_jax.data import Data, open_data
 from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step
-from fbt_jax.model.transformer import Transformer, init_params
-from fbt_jax.passes import PURPOSE_INIT, step_key
+from fbt_jax.sharding import local_rows, make_mesh, place, require_divisible
 from fbt_jax.training import metrics, summary
 from fbt_jax.training.checkpoint import Checkpoints, Loaded
+from fbt_jax.training.compiler import OPTIONS, make_setup, use_compilation_cache
 from fbt_jax.training.flops import peak_flops, train_flops
-from fbt_jax.training.optimizer import decay_start, make_optimizer
+from fbt_jax.training.optimizer import decay_start
+from fbt_jax.training.processes import is_primary, on_primary
 from fbt_jax.training.run_folder import claim_folder, enable_float64, has_checkpoint, locked, record_config
 from fbt_jax.training.signals import Stopped, StopSignals
-from fbt_jax.training.step import StepMetrics, TrainState, make_train_step
+from fbt_jax.training.step import StepMetrics, TrainState
 from fbt_jax.training.warm_start import load_source, warm_start
 
 MAX_NONFINITE_IN_A_ROW = 10
@@ -54,7 +55,8 @@ class _Pending(NamedTuple):
 
 def say(text: str) -> None:
     """A line for the person who watches, above the progress bar."""
-    tqdm.write(text)
+    if is_primary():
+        tqdm.write(text)
 
 
 def train(config: Config, workdir: str) -> None:
@@ -69,9 +71,10 @@ def train(config: Config, workdir: str) -> None:
         enable_float64(config)
         data = open_data(config)
         config = resolve(config, data)
+        use_compilation_cache(workdir)
         trainer = _Trainer(config, workdir, data, stop)  # all that a user may have got wrong is found before `locked`
         with locked(workdir):
-            claim_folder(workdir, config, data.fingerprint, say)
+            on_primary(lambda: claim_folder(workdir, config, data.fingerprint, say))
             with Checkpoints(workdir, config.training.keep_checkpoints) as checkpoints:
                 trainer.run(checkpoints)
 
@@ -84,19 +87,11 @@ def resolve(config: Config, data: Data) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def make_init(config: Config, model: Transformer, optimizer: Any) -> Callable[[], TrainState]:
-    def init() -> TrainState:
-        key = jax.random.fold_in(step_key(config.seed, jnp.int32(0)), PURPOSE_INIT)
-        params = init_params(model, key)
-        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
-
-    return init
-
-
-def batch_shapes(config: Config) -> Batch:
-    shape = (config.data.batch_size, config.data.seq_len)
-    integers = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return Batch(integers, integers, jax.ShapeDtypeStruct(shape, jnp.float32), integers, integers)
+def validation_batches(data: Data, mesh: jax.sharding.Mesh, size: int, *, max_rows: int = 0) -> Iterator[Batch]:
+    """The validation rows as global batches of `size` rows on the mesh, of which each process reads its own."""
+    rows = local_rows(mesh, size)
+    for batch in data.validation_batches(size, max_rows=max_rows, rows=rows):
+        yield place(batch, mesh, rows=rows, num_rows=size)
 
 
 class _Trainer:
@@ -104,33 +99,40 @@ class _Trainer:
 
     def __init__(self, config: Config, workdir: str, data: Data, stop: StopSignals) -> None:
         self.config, self.workdir, self.data, self.stop = config, workdir, data, stop
-        self.model = Transformer(config.model)
-        self.optimizer = make_optimizer(config.optimizer, config.training.steps)
-        self.iterator = data.train_iterator()
+        self.mesh = make_mesh(config.mesh)
+        require_divisible(config, self.mesh)
+        self.setup = make_setup(config, self.mesh)
+        summary.require_split(self.setup)
+        self.rows = local_rows(self.mesh, config.data.batch_size)
+        self.iterator = data.train_iterator(self.rows)
         self.tally = Tally()
         self.pending: _Pending | None = None
         self.clock = time.perf_counter()
         self.validation: dict[str, Any] | None = None  # the newest row
         self.profiling = False
+        self.compile_began: float | None = None
         self.eval_passes = config.passes.max_passes + 2 if config.model.fusion != 'none' else 1
-        self.eval_step = make_eval_step(self.model, num_passes=self.eval_passes)
-        self.init = jax.jit(make_init(config, self.model, self.optimizer))
+        self.eval_step = self._make_eval_step(self.eval_passes)
         self.source: Loaded | None = None
         if config.init.from_ and not has_checkpoint(workdir):
-            self.source = load_source(config, jax.eval_shape(self.init))
+            self.source = load_source(config, self.setup.state)
 
     def run(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
-        steps = self.config.training.steps
         self.state = self._restore_or_init()
+        with jax.set_mesh(self.mesh):
+            self._run()
+
+    def _run(self) -> None:
+        steps = self.config.training.steps
         first = int(self.state.step)
         if first > steps:
             raise UserError(f'training.steps = {steps}: the run in {self.workdir} has done {first} already')
         if first == steps and not self._evaluation_missed(first):
             say(f'{self.workdir} has done its {steps} steps already')
             return self._final_table()
-        record_config(self.workdir, self.config, self.data.fingerprint)
-        with metrics.MetricsWriter(self.workdir, first if self.resumed else None) as self.writer:
+        on_primary(lambda: record_config(self.workdir, self.config, self.data.fingerprint))
+        with self._open_writer(first if self.resumed else None) as self.writer:
             try:
                 if self.source is not None:
                     self.source = None  # its arrays are as large as the state
@@ -156,7 +158,7 @@ class _Trainer:
         with self._bar(first) as self.bar:
             for step in range(first + 1, steps + 1):
                 self._start_profile(step)
-                self.state, step_metrics = step_function(self.state, jax.device_put(next(self.iterator)))
+                self.state, step_metrics = step_function(self.state, self._next_batch())
                 self._read_pending()
                 self.pending = _Pending(step, step_metrics)
                 if self.profiling and step == self.config.training.profile_steps[1]:
@@ -169,11 +171,18 @@ class _Trainer:
                 self.checkpoints.check()
                 self.stop.poll()
 
+    def _next_batch(self) -> Batch:
+        rows, total = self.rows, self.config.data.batch_size
+        return place(next(self.iterator), self.mesh, rows=rows, num_rows=total)
+
     # Set-up
+
+    def _open_writer(self, resume_step: int | None) -> metrics.MetricsWriter | metrics.NoWriter:
+        return metrics.MetricsWriter(self.workdir, resume_step) if is_primary() else metrics.NoWriter()
 
     def _restore_or_init(self) -> TrainState:
         try:
-            restored = self.checkpoints.restore_latest(jax.eval_shape(self.init), self.iterator, say=say)
+            restored = self.checkpoints.restore_latest(self.setup.state, self.iterator, say=say)
             self.resumed = restored is not None
             self.evaluated = self._evaluated_steps() if self.resumed else set()
         except ValueError as error:  # a damaged file or a checkpoint that doesn't fit, told in one line
@@ -183,23 +192,23 @@ class _Trainer:
             self.tally = Tally(*(restored.meta[name] for name in Tally._fields))
             return restored.state
         if self.source is None:
-            return self.init()
+            return self.setup.init()
         if self.config.init.data == 'continue':
-            self.iterator.set_state(self.source.meta['data_position'])
+            self.iterator.set_state(self.source.data_position)
         if self.config.init.schedule == 'continue':
             self.tally = Tally(*(self.source.meta[name] for name in Tally._fields))
-        return warm_start(self.config, self.init(), self.source, say)
+        return warm_start(self.config, self.setup.init(), self.source, say)
 
     def _compile(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
         """Compiles the step ahead of its first call, and prints what it will cost."""
         show = summary.printer(say)
-        show(summary.parameter_table(self.state.params))
+        show(summary.mesh_lines(self.mesh, OPTIONS[self.setup.platform]))
+        show(summary.parameter_table(self.setup))
         begin = time.perf_counter()
-        step = jax.jit(make_train_step(self.config, self.model, self.optimizer), donate_argnums=0)
-        shapes = jax.eval_shape(lambda: self.state)
-        compiled = self.stop.wait_for(lambda: step.lower(shapes, batch_shapes(self.config)).compile())
-        show(summary.cost_lines(self.config, self.state, compiled))
+        compiled = self.stop.wait_for(lambda: self.setup.compile(self.config))
+        show(summary.cost_lines(self.config, self.setup.state, compiled))
         say(f'  compiled in {time.perf_counter() - begin:.1f} s')
+        self.compile_began = begin
         self.clock = time.perf_counter()
         return compiled
 
@@ -212,6 +221,7 @@ class _Trainer:
             dynamic_ncols=True,
             smoothing=0.1,
             mininterval=seconds,
+            disable=not is_primary(),
         )
 
     # Metrics
@@ -224,6 +234,9 @@ class _Trainer:
         self.pending = None
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
+        if self.compile_began is not None:
+            say(f'  first step done {now - self.compile_began:.1f} s after compilation began')
+            self.compile_began = None
         passes, tokens = int(values.passes), int(values.tokens)
         nonfinite = int(values.nonfinite_in_a_row)
         self.tally = Tally(
@@ -269,8 +282,11 @@ class _Trainer:
 
     def _results(self, eval_step: Any, params: Any, max_rows: int) -> PassResults:
         size = self.config.data.batch_size // self.config.training.microbatches
-        batches = self.data.validation_batches(size, max_rows=max_rows)
-        return evaluate_passes(eval_step, params, batches, token_bytes=self.data.token_bytes, poll=self.stop.poll)
+        batches = validation_batches(self.data, self.mesh, size, max_rows=max_rows)
+        return evaluate_passes(eval_step, params, batches, poll=self.stop.poll)
+
+    def _make_eval_step(self, num_passes: int) -> Any:
+        return make_eval_step(self.setup.model, num_passes=num_passes, token_bytes=self.data.token_bytes)
 
     def _evaluate(self, step: int) -> None:
         self._read_pending()
@@ -287,7 +303,7 @@ class _Trainer:
         self.clock = time.perf_counter()
 
     def _tell_first_loss(self) -> None:
-        one_pass = make_eval_step(self.model, num_passes=1)
+        one_pass = self._make_eval_step(1)
         loss = self._results(one_pass, self.state.params, self.config.training.eval_rows).loss_K[0]
         say(f'  validation loss after one pass, before the first step: {loss:.6f} nats/token')
 
@@ -299,6 +315,7 @@ class _Trainer:
         return step > 0 and self._evaluation_due(step) and step not in self.evaluated
 
     def _evaluated_steps(self) -> set[int]:
+        """Read by every process: all must agree on what is left to evaluate."""
         path = Path(self.workdir) / 'metrics.jsonl'
         rows = metrics.read_rows(path) if path.exists() else []
         return {row['step'] for row in rows if row['split'] == 'validation'}
@@ -319,7 +336,7 @@ class _Trainer:
             say('accuracy by position:')
             show(summary.position_table(results.accuracy_KP, range(1, self.eval_passes + 1)))
         if self.eval_passes > 1:
-            long = make_eval_step(self.model, num_passes=FINAL_PASSES[-1])
+            long = self._make_eval_step(FINAL_PASSES[-1])
             rows = min(FINAL_LONG_ROWS, self.data.num_validation_rows)
             say(f'validation, {rows} rows, iterated past the passes it was trained with:')
             show(summary.loss_table(self._results(long, self.state.params, rows), FINAL_PASSES))
@@ -332,8 +349,7 @@ class _Trainer:
         self._read_pending()
         self.writer.flush()
         row = self.validation if self.validation is not None and self.validation['step'] == step else None
-        meta = self.tally._asdict() | {'data_position': self.iterator.get_state()}
-        self.checkpoints.save(step, self.state, data_iterator=self.iterator, meta=meta, metrics=row)
+        self.checkpoints.save(step, self.state, data_iterator=self.iterator, meta=self.tally._asdict(), metrics=row)
         self.clock = time.perf_counter()
 
     def _start_profile(self, step: int) -> None:

@@ -161,6 +161,19 @@ class MetricsWriter:
         self._last_steps[row['split']] = row['step']
 
 
+class NoWriter:
+    """The `MetricsWriter` of every process but the primary: writes nothing."""
+
+    def __enter__(self) -> 'NoWriter':
+        return self
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def write(self, row: Row) -> None: ...
+
+    def flush(self) -> None: ...
+
+
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     """The rows of a metrics.jsonl, in order; null for numbers that weren't finite.
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
+from jax.sharding import PartitionSpec
 
 from fbt_jax.config import OptimizerConfig
+from fbt_jax.training.newton_schulz import orthogonalised
 
 EPS = 1e-8
 Schedule = Callable[[jax.Array], jax.Array]
@@ -46,17 +47,9 @@ def decay_start(optimizer: OptimizerConfig, total_steps: int) -> int:
     return total_steps - round(optimizer.decay_fraction * total_steps)
 
 
-def scale_by_normuon(b1: float, b2: float) -> optax.GradientTransformation:
-    """The NorMuon direction for leaves of shape (..., inputs, outputs).
-
-    Momentum and Newton-Schulz are optax's Muon; the normalisation per output neuron is `scale_by_output_rms`.
-    """
-
-    def axes(params: Any) -> Any:
-        return jax.tree.map(lambda _: MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
-
-    muon = scale_by_muon(beta=b1, nesterov=False, weight_dimension_numbers=axes)
-    return optax.chain(muon, scale_by_output_rms(b2))
+def scale_by_normuon(b1: float, b2: float, specs: Any = None) -> optax.GradientTransformation:
+    """The NorMuon direction for leaves of shape (..., inputs, outputs); `specs` as in `orthogonalised`."""
+    return optax.chain(optax.ema(b1, debias=False), orthogonalised(specs), scale_by_output_rms(b2))
 
 
 def scale_by_output_rms(b2: float) -> optax.GradientTransformation:
@@ -159,14 +152,22 @@ def learning_rate_schedules(config: OptimizerConfig, total_steps: int) -> dict[s
     }
 
 
-def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+    config: OptimizerConfig, total_steps: int, specs: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """`update(grads, state, params, step=..., fused=...)`: step is the 0-based global step, fused whether K > 1.
+
+    specs: PartitionSpecs in the parameters' tree; needed on a mesh of several devices.
 
     A gradient whose norm is not finite changes nothing but the counts in the state, see `skipped_unless_finite`.
     """
     schedules = learning_rate_schedules(config, total_steps)
+    by_path = {
+        tuple(key.key for key in path): spec
+        for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    }
     normuon = optax.chain(
-        scale_by_normuon(config.normuon_b1, config.normuon_b2),
+        scale_by_normuon(config.normuon_b1, config.normuon_b2, by_path),
         decay_and_descend(
             schedules['matrix'], peak=config.matrix_learning_rate, weight_decay=config.matrix_weight_decay
         ),

@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
-from fbt_jax.config import Config, UserError, changed_keys, from_dict, to_dict
+from fbt_jax.config import Config, MeshConfig, UserError, changed_keys, from_dict, to_dict
 from fbt_jax.data import load_tokenizer
 from fbt_jax.data.tokenizer import Tokenizer
-from fbt_jax.model.transformer import Transformer
+from fbt_jax.model.transformer import Transformer, param_specs
+from fbt_jax.sharding import make_mesh, named, require_divisible
 from fbt_jax.training.checkpoint import load_tree
+from fbt_jax.training.processes import on_primary
 
 FIXED_SECTIONS = ('seed', 'data', 'model', 'init')
+FREE_KEYS = ('model.attention', 'model.remat', 'model.fp32_gradient_reduction')  # how, not what, is computed
 PACKAGES = ('fbt-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 
 
@@ -54,6 +58,20 @@ def load_run(workdir: str, step: int | None = None) -> Run:
         raise UserError(str(error)) from None
     params = jax.tree.map(jax.numpy.asarray, loaded.tree['params'])
     return Run(Transformer(config.model), params, config, load_tokenizer(config.data), loaded.step)
+
+
+def spread(run: Run) -> tuple[Run, Mesh]:
+    """`run` over all devices of all processes: on its own mesh where that fits, else whole on each of them."""
+    try:
+        mesh = make_mesh(run.config.mesh)
+        require_divisible(run.config, mesh)
+    except UserError:
+        mesh = make_mesh(MeshConfig(data=-1, fsdp=1))
+    shardings = named(mesh, param_specs(run.model))
+    params = jax.tree.map(
+        lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index]), run.params, shardings
+    )
+    return run._replace(params=params), mesh
 
 
 def read_config(workdir: str) -> Config:
@@ -89,7 +107,9 @@ def claim_folder(workdir: str, config: Config, fingerprint: str, say: Callable[[
         old = _read_record(workdir)
         changes = changed_keys(old['config'], to_dict(config))
         fixed = [
-            f'{key} was {a!r}, now {b!r}' for key, (a, b) in changes.items() if key.split('.')[0] in FIXED_SECTIONS
+            f'{key} was {a!r}, now {b!r}'
+            for key, (a, b) in changes.items()
+            if key.split('.')[0] in FIXED_SECTIONS and key not in FREE_KEYS
         ]
         if fixed:
             raise UserError(f'{workdir} holds another run: {"; ".join(fixed)}. Use a new --workdir, or the old values')
@@ -112,6 +132,7 @@ def record_config(workdir: str, config: Config, fingerprint: str) -> None:
         'git_commit': _git_commit(),
         'device_kind': jax.devices()[0].device_kind,
         'device_count': jax.device_count(),
+        'process_count': jax.process_count(),
     }
     temporary = path.with_suffix('.tmp')
     try:
@@ -123,19 +144,26 @@ def record_config(workdir: str, config: Config, fingerprint: str) -> None:
 
 @contextmanager
 def locked(workdir: str) -> Iterator[None]:
-    """Creates the folder and holds it: two processes that train in one folder would spoil each other's files."""
+    """Creates the folder and holds it: two runs that train in one folder would spoil each other's files."""
+    handle: int | None = None
+
+    def lock() -> None:
+        nonlocal handle
+        try:
+            Path(workdir).mkdir(parents=True, exist_ok=True)
+            handle = os.open(workdir, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f'--workdir={workdir}: another process is training there') from None
+        except OSError as error:
+            raise UserError(f'--workdir={workdir}: {error.strerror}') from None
+
     try:
-        Path(workdir).mkdir(parents=True, exist_ok=True)
-        handle = os.open(workdir, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f'--workdir={workdir}: {error.strerror}') from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        on_primary(lock)
         yield
-    except BlockingIOError:
-        raise UserError(f'--workdir={workdir}: another process is training there') from None
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
 def _read_record(workdir: str) -> dict[str, Any]:

@@ -1,10 +1,18 @@
-"""SIGTERM and SIGINT: remembered when they come, acted on where the run can save. A second one acts at once."""
+"""SIGTERM and SIGINT: remembered when they come, acted on where the run can save. A second one acts at once.
 
+With several processes JAX's preemption service takes the SIGTERM that any of them gets, and makes all stop at the same
+poll, so that they save the same step; SIGINT counts as SIGTERM then. Every process must poll equally often.
+"""
+
+import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
 
 
 class Stopped(Exception):
@@ -21,9 +29,14 @@ class StopSignals:
     def __init__(self) -> None:
         self._number: int | None = None
         self._previous: dict[int, Any] = {}
+        self._polls = 0
 
     def __enter__(self) -> 'StopSignals':
-        if threading.current_thread() is threading.main_thread():
+        if jax.process_count() > 1:
+            self._previous[signal.SIGINT] = signal.signal(
+                signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+            )
+        elif threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -40,6 +53,10 @@ class StopSignals:
             signal.signal(handled, signal.SIG_DFL)
 
     def poll(self) -> None:
+        if jax.process_count() > 1:
+            self._polls += 1
+            if multihost_utils.reached_preemption_sync_point(self._polls):
+                raise Stopped(signal.SIGTERM)
         if self._number is not None:
             raise Stopped(self._number)
 
@@ -61,7 +78,8 @@ class StopSignals:
         thread.start()
         while thread.is_alive():
             thread.join(timeout=0.1)
-            self.poll()
+            if jax.process_count() == 1:  # processes compile for different times, so they can't poll equally often
+                self.poll()
         if failure:
             raise failure[0]
         return result[0]

@@ -1,51 +1,87 @@
 """What a run prints about itself before step 1 and after the last: parameters, memory, FLOPs, losses by pass."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from fbt_jax.config import Config
 from fbt_jax.evaluation.per_pass import PassResults
+from fbt_jax.sharding import MAX_REPLICATED, placements
+from fbt_jax.training.compiler import Setup, shardings_of
 from fbt_jax.training.flops import train_flops
 from fbt_jax.training.optimizer import parameter_group
 from fbt_jax.training.pass_schedule import expected_passes
 from fbt_jax.training.step import TrainState
 
+GIB = 2.0**30
 
-def parameter_table(params: Any) -> list[str]:
-    """One line a parameter: path, shape, count, optimizer group; then the totals."""
-    rows = [('parameter', 'shape', 'count', 'optimizer')]
-    totals: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+
+def mesh_lines(mesh: Mesh, options: dict[str, Any]) -> list[str]:
+    """The mesh and the compiler's options."""
+    kind = mesh.devices.flat[0].device_kind
+    sizes = ', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
+    lines = [f'{mesh.size} x {kind} in {jax.process_count()} processes; mesh: {sizes}']
+    return [*lines, f'compiler options: {", ".join(f"{k}={v}" for k, v in options.items())}'] if options else lines
+
+
+def require_split(setup: Setup) -> None:
+    """Raises UserError if parameters would lie whole on devices that could share them, see `placements`."""
+    placements(setup.state.params, shardings_of(setup.state.params), setup.mesh)
+
+
+def parameter_table(setup: Setup) -> list[str]:
+    """One line a parameter: path, shape, count, bytes on each device, optimizer group; then the totals by group."""
+    params = setup.state.params
+    rows = [('parameter', 'shape', 'count', 'bytes per device', 'optimizer')]
+    counts: dict[str, int] = {}
+    placed: dict[str, int] = {}
+    lies = placements(params, shardings_of(params), setup.mesh)
+    for (path, leaf), place in zip(jax.tree_util.tree_leaves_with_path(params), lies, strict=True):
         group = parameter_group(path)
         name = jax.tree_util.keystr(path, simple=True, separator='/')
-        rows.append((name, 'x'.join(map(str, leaf.shape)), f'{leaf.size:,}', group))
-        totals[group] = totals.get(group, 0) + leaf.size
+        whole = ' whole' if place.replicated else ''
+        rows.append(
+            (name, 'x'.join(map(str, leaf.shape)), f'{leaf.size:,}', f'{place.bytes_per_device:,}{whole}', group)
+        )
+        counts[group] = counts.get(group, 0) + leaf.size
+        placed[group] = placed.get(group, 0) + place.bytes_per_device
     labels = {'matrix': 'NorMuon', 'fusion': 'NorMuon, frozen in steps of one pass', 'adam': 'Adam'}
-    totals_text = ', '.join(f'{group} {n:,} ({labels[group]})' for group, n in totals.items())
-    return [*table(rows), f'{sum(totals.values()):,} parameters: {totals_text}']
+    totals = [f'{g} {n:,} ({labels[g]}; {placed[g] / GIB:.4f} GiB per device)' for g, n in counts.items()]
+    whole_bytes = sum(p.bytes for p in lies if p.replicated) / sum(p.bytes for p in lies)
+    return [
+        *table(rows),
+        f'{sum(counts.values()):,} parameters: {", ".join(totals)}',
+        f'{whole_bytes:.2%} of their bytes lie undivided on devices that could share them (at most '
+        f'{MAX_REPLICATED:.0%})',
+    ]
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of arrays or their shapes, by their shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def cost_lines(config: Config, state: TrainState, compiled: Any) -> list[str]:
     """Bytes per device, FLOPs per pass and peak memory of the compiled step."""
-    gib = 2.0**30
-    params, opt_state = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (state.params, state.opt_state))
     tokens = config.data.batch_size * config.data.seq_len
     flops = [
         f'{k}: {train_flops(config.model, seq_len=config.data.seq_len, passes=k) * tokens:.3g}'
         for k in config.passes.pass_counts
     ]
     lines = [
-        f'per device: parameters {params / gib:.3f} GiB, optimizer state {opt_state / gib:.3f} GiB',
+        f'per device: parameters {bytes_per_device(state.params) / GIB:.3f} GiB, optimizer state '
+        f'{bytes_per_device(state.opt_state) / GIB:.3f} GiB',
         f'FLOPs of a step by passes: {", ".join(flops)} ({tokens:,} tokens)',
         f'expected passes per step: {expected_passes(config.passes, config.training.steps):.3f}',
     ]
     memory = compiled.memory_analysis()
     if memory is not None:
         peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-        lines.append(f'peak memory of the step: {peak / gib:.3f} GiB (arguments and temporaries, by the compiler)')
+        lines.append(f'peak memory of the step: {peak / GIB:.3f} GiB (arguments and temporaries, by the compiler)')
     return lines
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from fbt_jax.config import Config, UserError, changed_keys, to_dict
 from fbt_jax.training.checkpoint import Loaded, load_tree
@@ -59,10 +59,10 @@ def warm_start(config: Config, fresh: TrainState, loaded: Loaded, say: Callable[
     wanted, found = named_leaves(target), named_leaves(loaded.tree)
     missing = [name for name in wanted if name not in found]
     left = [name for name in found if name not in wanted]
-    leaves = [jnp.asarray(found[n], leaf.dtype) if n in found else leaf for n, leaf in wanted.items()]
+    leaves = [_placed(found[n], leaf) if n in found else leaf for n, leaf in wanted.items()]
     state = fresh._replace(**jax.tree.unflatten(jax.tree.structure(target), leaves))
     if config.init.schedule == 'continue':
-        state = state._replace(step=jnp.asarray(loaded.step, jnp.int32))
+        state = state._replace(step=_placed(np.asarray(loaded.step), fresh.step))
 
     say(f'init.from {source}, step {loaded.step}: took {len(wanted) - len(missing)} arrays')
     say(f'  initialised: {", ".join(missing) or "nothing"}')
@@ -72,6 +72,12 @@ def warm_start(config: Config, fresh: TrainState, loaded: Loaded, say: Callable[
         f'optimizer state: {"taken" if config.init.optimizer else "new"}'
     )
     return state
+
+
+def _placed(value: np.ndarray, like: jax.Array) -> jax.Array:
+    """`value` in the dtype and on the devices of `like`, whatever process has which of them."""
+    value = np.asarray(value).astype(like.dtype)
+    return jax.make_array_from_callback(value.shape, like.sharding, lambda index: value[index])
 
 
 def _taken_part(config: Config, state: TrainState) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fbt_jax.losses import chunk_length, token_losses
+from fbt_jax.losses import chunk_count, token_losses
 
 
 def main() -> None:
@@ -28,14 +28,14 @@ def main() -> None:
         log_probs_BTV = jax.nn.log_softmax(jnp.einsum('btd,vd->btv', hidden_BTD, embedding_VD))
         return -jnp.sum(jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1))
 
-    def chunked(chunk: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def chunked(chunks: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
         return lambda hidden_BTD, embedding_VD: jnp.sum(
-            token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=args.vocab, chunk=chunk).nll_BT
+            token_losses(hidden_BTD, embedding_VD, targets_BT, vocab_size=args.vocab, chunks=chunks).nll_BT
         )
 
-    default = chunk_length(args.rows, args.seq_len, args.vocab)
-    losses = {'whole logits': whole, f'chunks of {default} (default)': chunked(default)}
-    losses |= {f'chunks of {c}': chunked(c) for c in (4, 16, 64, 256) if c != default and args.seq_len % c == 0}
+    default = chunk_count(hidden_BTD, args.vocab)
+    losses = {'whole logits': whole, f'{default} chunks (default)': chunked(default)}
+    losses |= {f'{c} chunks': chunked(c) for c in (1, 7, 28, 112) if c != default and args.vocab % c == 0}
     compiled = {
         name: jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(hidden_BTD, embedding_VD).compile()
         for name, loss in losses.items()

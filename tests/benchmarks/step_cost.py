@@ -24,7 +24,7 @@ from fbt_jax.batch import Batch
 from fbt_jax.config import Config, PassesConfig, load_config_file
 from fbt_jax.losses import token_losses
 from fbt_jax.model.transformer import Transformer
-from fbt_jax.training.loop import batch_shapes, make_init
+from fbt_jax.training.compiler import batch_shapes, make_init
 from fbt_jax.training.optimizer import make_optimizer
 from fbt_jax.training.pass_schedule import draw_branch
 from fbt_jax.training.step import TrainState, make_train_step
