@@ -19,7 +19,7 @@ from helpers_e2e import ROOT, Result, checkpoint_done, rows, train_rows_written,
 LAUNCH = ROOT / 'launch'
 LOCAL = LAUNCH / 'local_processes.sh'
 POD = LAUNCH / 'tpu_pod.sh'
-PROCESSES = 1  # of the real training below
+PROCESSES = 2  # of the real training below
 
 # Stands for `fbt`: notes what it was given and each SIGTERM, then does what its last argument says for its process.
 FAKE = """

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / 'tests'))
 from helpers_e2e import rows, write_config  # noqa: E402
 
 PROGRAMS = ('munged', 'slurmctld', 'slurmd', 'sbatch', 'scontrol', 'scancel', 'srun')
-STEPS, EVAL_EVERY = 600, 100
+STEPS, EVAL_EVERY = 200, 50
 
 
 class Failed(Exception):
