@@ -19,7 +19,6 @@ from helpers_e2e import ROOT, Result, checkpoint_done, rows, train_rows_written,
 LAUNCH = ROOT / 'launch'
 LOCAL = LAUNCH / 'local_processes.sh'
 POD = LAUNCH / 'tpu_pod.sh'
-PROCESSES = 2  # of the real training below
 
 # Stands for `fbt`: notes what it was given and each SIGTERM, then does what its last argument says for its process.
 FAKE = """
@@ -55,9 +54,14 @@ class Local:
         self.folder = folder
         (folder / 'fake.py').write_text(FAKE)
         python = f'{sys.executable} {folder / "fake.py"}' if fake else f'{sys.executable} -m fbt_jax'
+        compiled = {  # so that the second start of a real run compiles nothing
+            'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
+            'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+            'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+        }
         self.process = subprocess.Popen(
             [LOCAL, f'--logs={folder / "logs"}', *options, str(count), '--', *arguments],
-            env=os.environ | {'FBT': python, 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': ''},
+            env=os.environ | {'FBT': python, 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': '', **compiled},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -196,19 +200,21 @@ def test_local_second_stop_kills(tmp_path: Path) -> None:
     assert run.finish().status == 137
 
 
-def test_local_training_stops_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize('count', [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_local_training_stops_and_goes_on(tmp_path: Path, count: int) -> None:
     workdir = tmp_path / 'run'
-    config = write_config(tmp_path)
-    arguments = (f'--config={config}', f'--workdir={workdir}', '--config.training.checkpoint_every=1000')
-    run = Local(tmp_path, '--devices=1', count=PROCESSES, arguments=arguments, fake=False)
-    wait_for(lambda: train_rows_written(workdir, 20)() or run.process.poll() is not None, 200)
+    training = {'checkpoint_every': 1000, 'eval_every': 30, 'eval_rows': 64}
+    overrides = [f'--config.training.{key}={value}' for key, value in training.items()]
+    arguments = (f'--config={write_config(tmp_path)}', f'--workdir={workdir}', *overrides)
+    run = Local(tmp_path, '--devices=1', count=count, arguments=arguments, fake=False)
+    wait_for(lambda: train_rows_written(workdir, 20)() or run.process.poll() is not None, 300)
     run.process.terminate()
-    result = run.finish(120)
+    result = run.finish(200)
     assert result.status == 143, result.text
     (saved,) = [int(path.name) for path in (workdir / 'checkpoints').iterdir() if path.name.isdigit()]
     assert f'checkpoint {saved} saved' in result.out
 
-    result = Local(tmp_path, '--devices=1', count=PROCESSES, arguments=arguments, fake=False).finish(200)
+    result = Local(tmp_path, '--devices=1', count=count, arguments=arguments, fake=False).finish(300)
     assert result.status == 0, result.text
     assert f'resuming {workdir} from step {saved}' in result.out
     assert checkpoint_done(workdir, 60)()
