@@ -76,11 +76,13 @@ tail -n +1 -s 0.2 -f --pid="${left[0]}" -- "$logs/process_0.log" 2>/dev/null &
 tail=$!
 set +m
 
-tell() { printf '%s\n' "$1" >&2 || true; } # even after the terminal is gone
+# From here on stderr proper is closed to bash, which would add its own word on each killed job.
+exec 3>&2 2>/dev/null
+tell() { printf '%s\n' "$1" >&3 || true; } # even after the terminal is gone
 
 send() {
     local i
-    for i in "${!left[@]}"; do kill "-$1" "${left[i]}" 2>/dev/null || true; done
+    for i in "${!left[@]}"; do kill "-$1" "${left[i]}" || true; done
 }
 trap 'send TERM' EXIT # nobody is left unless this script itself fails
 
@@ -97,16 +99,16 @@ while ((${#left[@]})); do
         sent=$stops
     fi
     for i in "${!left[@]}"; do
-        if kill -0 "${left[i]}" 2>/dev/null; then continue; fi
+        if kill -0 "${left[i]}"; then continue; fi
         code=0
-        { wait "${left[i]}"; } 2>/dev/null || code=$? # without bash's own word on a killed job
+        wait "${left[i]}" || code=$?
         unset "left[$i]"
         if ((code == 0)); then continue; fi
         if ((code != 143 || !sent)); then tell "process $i left with status $code; log: $logs/process_$i.log"; fi
         if ((status == 0)); then
             status=$code
             deadline=$((SECONDS + grace))
-            if ((i > 0 && code != 143)); then tail -n 5 -- "$logs/process_$i.log" >&2; fi
+            if ((i > 0 && code != 143)); then tail -n 5 -- "$logs/process_$i.log" >&3 || true; fi
         fi
     done
     if [[ $deadline ]] && ((${#left[@]} && SECONDS >= deadline)); then

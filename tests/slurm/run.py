@@ -3,8 +3,9 @@
     python tests/slurm/run.py --ntasks=2
 
 Starts munged, slurmctld and slurmd of its own (slurm.conf beside this file), submits the recipe for a small model on
-CPU, and checks after each start what the tasks left behind. Needs root and Debian's slurm-wlm. Whatever happens, it
-ends the job and the daemons it started. Exit status 0 if all held; otherwise it prints the job's log.
+CPU, and checks after each start what the tasks left behind; then kills a task, and makes a user's mistake. Needs root
+and Debian's slurm-wlm. Whatever happens, it ends the job and the daemons it started. Exit status 0 if all held;
+otherwise it prints the logs.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import string
 import subprocess
@@ -203,6 +205,22 @@ def requeued_run(slurm: Slurm, ntasks: int, log: Path) -> None:
     check(validation == list(range(EVAL_EVERY, STEPS + 1, EVAL_EVERY)), f'and validation at {validation}')
 
 
+def killed_task(slurm: Slurm, ntasks: int, log: Path) -> None:
+    workdir = slurm.folder / 'killed'
+    job = submit(slurm, ntasks, log, workdir, slurm.folder / 'config.py', '--config.training.steps=100000')
+    wait_for('steps', lambda: last_step(workdir) >= 10 or slurm.ended(job))
+    listed = [line.split() for line in slurm.ask('scontrol', 'listpids', f'{job}.0').splitlines()]
+    (pid,) = [int(fields[0]) for fields in listed if fields[-1] == '1']
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    wait_for('the end', lambda: slurm.ended(job), 120)
+    state = f'{slurm.job(job, "JobState")} {slurm.job(job, "ExitCode")}'
+    took = time.monotonic() - killed
+    check(
+        state.startswith('FAILED') and ' 0:' not in state, f'one task killed: the job ends after {took:.0f} s: {state}'
+    )
+
+
 def user_mistake(slurm: Slurm, log: Path) -> None:
     job = submit(slurm, 1, log, slurm.folder / 'none', slurm.folder / 'no_such_config.py')
     wait_for('the end', lambda: slurm.ended(job))
@@ -225,6 +243,8 @@ def main() -> int:
         try:
             with Slurm(folder) as slurm:
                 requeued_run(slurm, args.ntasks, log)
+                if args.ntasks > 1:
+                    killed_task(slurm, args.ntasks, folder / 'killed.log')
                 user_mistake(slurm, mistake_log)
         except Failed as failed:
             print(f'FAILED: {failed}')
