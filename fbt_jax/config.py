@@ -38,7 +38,7 @@ PHASE_PRESETS: dict[str, Phases] = {
 }
 FUSIONS = ('gated', 'add', 'concat', 'none')
 REMAT = ('nothing', 'dots', 'per_layer', 'per_pass', 'offload')
-ATTENTION = ('auto', 'plain', 'blockwise', 'splash', 'tokamax')
+ATTENTION = ('auto', 'plain', 'blockwise', 'splash')
 DTYPES = ('auto', 'bfloat16', 'float32', 'float64')
 SOURCES = ('austen', 'word_problem')
 TOKENIZERS = ('bytes', 'bpe', 'none')

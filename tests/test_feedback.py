@@ -13,10 +13,9 @@ import pytest
 import reference
 from helpers import apply, flat_params, float64, make_batch, make_model, make_params
 
-from fbt_jax.config import FUSIONS
-from fbt_jax.model.dense import Dense
+from fbt_jax.config import FUSIONS, ModelConfig
 from fbt_jax.model.feedback import Fusion
-from fbt_jax.model.transformer import init_params
+from fbt_jax.model.transformer import dense, init_params
 
 WIDTH = 8
 FUSED = tuple(f for f in FUSIONS if f != 'none')
@@ -24,8 +23,8 @@ FUSED = tuple(f for f in FUSIONS if f != 'none')
 
 def fuse(kind: str, params: Any, gate_input_BTD: Any, prev_BTD: Any) -> Any:
     dtype = jnp.asarray(gate_input_BTD).dtype
-    dense = partial(Dense, gate_input_BTD.shape[-1], axes=('embed', 'fused'), dtype=dtype, param_dtype=dtype)
-    return Fusion(kind, dense).apply({'params': params}, gate_input_BTD, prev_BTD)
+    config = ModelConfig(width=WIDTH, num_heads=2, num_kv_heads=1, dtype=str(dtype))
+    return Fusion(kind, partial(dense, config)).apply({'params': params}, gate_input_BTD, prev_BTD)
 
 
 def random_inputs(kind: str) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:

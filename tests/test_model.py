@@ -15,7 +15,7 @@ import reference
 from helpers import SEQ_LEN, apply, flat_params, float64, make_batch, make_model, make_params
 
 from fbt_jax.config import ModelConfig
-from fbt_jax.model.attention import attention, causal_mask
+from fbt_jax.model.attention import attention
 from fbt_jax.model.transformer import Transformer, init_params
 
 Array = np.ndarray
@@ -156,8 +156,9 @@ def test_attention_is_a_softmax_within_document_and_window() -> None:
     k_BSMH, v_BSMH = rng.normal(size=(2, 2, SEQ_LEN, num_kv_heads, head_dim))
     out_BTNH = attention(
         *(jnp.asarray(x) for x in (q_BTNH, k_BSMH, v_BSMH)),
-        causal_BTS=causal_mask(jnp.asarray(segment_ids_BT)),
-        window=jnp.int32(window),
+        segment_ids_BT=jnp.asarray(segment_ids_BT),
+        window=window,
+        implementation='plain',
     )
     for b, t, n in np.ndindex(2, SEQ_LEN, num_heads):
         keys = [s for s in range(t - window + 1, t + 1) if s >= 0 and segment_ids_BT[b, s] == segment_ids_BT[b, t]]

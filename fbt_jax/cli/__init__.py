@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from fbt_jax.config import UserError
 
-VERBS = ('train', 'evaluate')
+VERBS = ('train', 'evaluate', 'plan', 'bench')
 
 
 class _Parser(argparse.ArgumentParser):

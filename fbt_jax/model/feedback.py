@@ -15,10 +15,13 @@ import jax.numpy as jnp
 
 
 class Fusion(nn.Module):
-    """The fusion matrices, D x D each (`joint` of concat: 2D x D), no biases. `dense(name=...)` makes one."""
+    """The fusion matrices, D x D each (`joint` of concat: 2D x D), no biases.
+
+    `dense(x, name=(features, logical axes))` gives [x W] with W the parameter `name/kernel`.
+    """
 
     kind: str
-    dense: Callable[..., nn.Module]
+    dense: Callable[..., list[jax.Array]]
 
     @nn.compact
     def __call__(self, gate_input_BTD: jax.Array, prev_BTD: jax.Array) -> jax.Array:
@@ -28,11 +31,13 @@ class Fusion(nn.Module):
           gate_input_BTD: n(e_t), the normed token embeddings.
           prev_BTD: h_{t-1} of the previous pass, after the final norm: already shifted by one position.
         """
+        fused = (gate_input_BTD.shape[-1], ('embed', 'fused'))
         match self.kind:
             case 'gated':
-                return self.dense(name='state')(prev_BTD) * nn.sigmoid(self.dense(name='gate')(gate_input_BTD))
+                value_BTD, gate_BTD = self.dense(prev_BTD, state=fused)[0], self.dense(gate_input_BTD, gate=fused)[0]
+                return value_BTD * nn.sigmoid(gate_BTD)
             case 'add':
-                return gate_input_BTD + self.dense(name='state')(prev_BTD)
+                return gate_input_BTD + self.dense(prev_BTD, state=fused)[0]
             case 'concat':
-                return self.dense(name='joint')(jnp.concatenate([gate_input_BTD, prev_BTD], axis=-1))
+                return self.dense(jnp.concatenate([gate_input_BTD, prev_BTD], axis=-1), joint=fused)[0]
         raise ValueError(f'model.fusion = {self.kind!r}: this model has no feedback, so it takes no previous states')

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from fbt_jax.config import ModelConfig, UserError
-from fbt_jax.model.attention import attention, causal_mask, rope
-from fbt_jax.model.dense import Dense
+from fbt_jax.model.attention import attention, resolve_implementation, rope
+from fbt_jax.model.dense import Axes, Kernel, products
 from fbt_jax.model.embedding import look_up
 from fbt_jax.model.feedback import Fusion
 from fbt_jax.sharding import constrain, parameter_specs
@@ -46,7 +46,7 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
 def for_platform(config: ModelConfig, platform: str) -> ModelConfig:
     """`config` with every 'auto' settled for a platform ('cpu', 'gpu' or 'tpu') other than, perhaps, this process's."""
     dtype = ('float32' if platform == 'cpu' else 'bfloat16') if config.dtype == 'auto' else config.dtype
-    return dataclasses.replace(config, dtype=dtype)
+    return dataclasses.replace(config, dtype=dtype, attention=resolve_implementation(config.attention, platform))
 
 
 def param_dtype(config: ModelConfig) -> jnp.dtype:
@@ -63,15 +63,15 @@ def _norm(config: ModelConfig, name: str) -> nn.RMSNorm:
     )
 
 
-def _dense(config: ModelConfig, features: int, name: str, axes: tuple[str | None, str | None]) -> Dense:
-    return Dense(
-        features,
-        axes=axes,
-        dtype=compute_dtype(config),
-        param_dtype=param_dtype(config),
-        fp32_gradient_reduction=config.fp32_gradient_reduction,
-        name=name,
+def dense(config: ModelConfig, x_BTi: jax.Array, **outputs: tuple[int, Axes]) -> list[jax.Array]:
+    """x W for several W, given by name as (outputs, logical axes); each is a parameter `name/kernel`."""
+    kernels = tuple(
+        Kernel((x_BTi.shape[-1], features), axes, param_dtype(config), name=name)()
+        for name, (features, axes) in outputs.items()
     )
+    axes = tuple(axes for _, axes in outputs.values())
+    x_BTi = x_BTi.astype(compute_dtype(config))
+    return list(products(x_BTi, kernels, axes, fp32_gradient_reduction=config.fp32_gradient_reduction))
 
 
 class Block(nn.Module):
@@ -81,44 +81,54 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, window: jax.Array, positions_BT: jax.Array, causal_BTS: jax.Array
+        self, x_BTD: jax.Array, windowed: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> tuple[jax.Array, None]:
         scale = self.config.num_layers**-0.5
         branch_BTD = self._attention(
-            _norm(self.config, 'attention_norm')(x_BTD), window=window, positions_BT=positions_BT, causal_BTS=causal_BTS
+            _norm(self.config, 'attention_norm')(x_BTD),
+            windowed=windowed,
+            positions_BT=positions_BT,
+            segment_ids_BT=segment_ids_BT,
         )
         x_BTD = _state(x_BTD + scale * _norm(self.config, 'attention_post_norm')(branch_BTD))
         branch_BTD = self._mlp(_norm(self.config, 'mlp_norm')(x_BTD))
         return _state(x_BTD + scale * _norm(self.config, 'mlp_post_norm')(branch_BTD)), None
 
     def _attention(
-        self, y_BTD: jax.Array, *, window: jax.Array, positions_BT: jax.Array, causal_BTS: jax.Array
+        self, y_BTD: jax.Array, *, windowed: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> jax.Array:
         c = self.config
         heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
         lead = y_BTD.shape[:2]
-        kv_width, kv_axes = c.num_kv_heads * c.head_dim, ('embed', 'kv_heads')
-        q_BTNH = _dense(c, c.width, 'query', ('embed', 'heads'))(y_BTD).reshape(*lead, *heads)
-        k_BTMH = _dense(c, kv_width, 'key', kv_axes)(y_BTD).reshape(*lead, *kv_heads)
-        v_BTMH = _dense(c, kv_width, 'value', kv_axes)(y_BTD).reshape(*lead, *kv_heads)
-        rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
-        out_BTNH = attention(
-            rotate(_norm(c, 'query_norm')(q_BTNH)),
-            rotate(_norm(c, 'key_norm')(k_BTMH)),
-            v_BTMH,
-            causal_BTS=causal_BTS,
-            window=window,
+        kv = (c.num_kv_heads * c.head_dim, ('embed', 'kv_heads'))
+        q_BTD, k_BTm, v_BTm, gate_BTN = dense(
+            c,
+            y_BTD,
+            query=(c.width, ('embed', 'heads')),
+            key=kv,
+            value=kv,
+            head_gate=(c.num_heads, ('embed', 'heads')),
         )
-        gate_BTN = nn.sigmoid(_dense(c, c.num_heads, 'head_gate', ('embed', 'heads'))(y_BTD))
-        gated_BTD = constrain((out_BTNH * gate_BTN[..., None]).reshape(*lead, c.width), 'batch', 'length', 'heads')
-        return _dense(c, c.width, 'output', ('heads', 'embed'))(gated_BTD)
+        q_BTNH = q_BTD.reshape(*lead, *heads)
+        k_BTMH, v_BTMH = (x_BTm.reshape(*lead, *kv_heads) for x_BTm in (k_BTm, v_BTm))
+        rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
+        attend = partial(attention, segment_ids_BT=segment_ids_BT, implementation=c.attention)
+        qkv = rotate(_norm(c, 'query_norm')(q_BTNH)), rotate(_norm(c, 'key_norm')(k_BTMH)), v_BTMH
+        if len(set(c.layer_windows)) == 1:
+            out_BTNH = attend(*qkv, window=c.layer_windows[0])
+        else:
+            # A conditional, because the kernels take no traced window.
+            out_BTNH = jax.lax.cond(windowed, partial(attend, window=c.window), partial(attend, window=0), *qkv)
+        gated_BTNH = out_BTNH * nn.sigmoid(gate_BTN)[..., None]
+        gated_BTD = constrain(gated_BTNH.reshape(*lead, c.width), 'batch', 'length', 'heads')
+        return dense(c, gated_BTD, output=(c.width, ('heads', 'embed')))[0]
 
     def _mlp(self, y_BTD: jax.Array) -> jax.Array:
         c = self.config
-        gate_BTF = _dense(c, c.mlp_width, 'mlp_gate', ('embed', 'mlp'))(y_BTD)
-        up_BTF = _dense(c, c.mlp_width, 'mlp_up', ('embed', 'mlp'))(y_BTD)
+        up = (c.mlp_width, ('embed', 'mlp'))
+        gate_BTF, up_BTF = dense(c, y_BTD, mlp_gate=up, mlp_up=up)
         inner_BTF = constrain(nn.silu(gate_BTF) * up_BTF, 'batch', 'length', 'mlp')
-        return _dense(c, c.width, 'mlp_down', ('mlp', 'embed'))(inner_BTF)
+        return dense(c, inner_BTF, mlp_down=(c.width, ('mlp', 'embed')))[0]
 
 
 class Transformer(nn.Module):
@@ -168,8 +178,7 @@ class Transformer(nn.Module):
         if prev_BTD is not None:
             if plain_BT is None:
                 plain_BT = positions_BT == 0
-            dense = partial(_dense, c, c.width, axes=('embed', 'fused'))
-            fused_BTD = Fusion(c.fusion, dense, name='fusion')(x_BTD, prev_BTD.astype(x_BTD.dtype))
+            fused_BTD = Fusion(c.fusion, partial(dense, c), name='fusion')(x_BTD, prev_BTD.astype(x_BTD.dtype))
             x_BTD = _state(jnp.where(plain_BT[..., None], x_BTD, input_norm(_state(fused_BTD))))
 
         block = Block
@@ -184,8 +193,7 @@ class Transformer(nn.Module):
             length=c.num_layers,
             metadata_params={nn.PARTITION_NAME: 'layers'},
         )(c, name='layers')
-        windows_L = jnp.array([w or tokens_BT.shape[1] for w in c.layer_windows], jnp.int32)
-        x_BTD, _ = layers(x_BTD, windows_L, positions_BT, causal_mask(segment_ids_BT))
+        x_BTD, _ = layers(x_BTD, jnp.array(c.layer_windows) > 0, positions_BT, segment_ids_BT)
         return _state(_norm(c, 'final_norm')(x_BTD))
 
 

@@ -9,19 +9,7 @@ row.
 import jax
 
 from fbt_jax.config import ModelConfig
-
-# Dense bfloat16 peak of one device, FLOP/s, from the makers' data sheets. A TPU v4 or v7x "device" is as jax counts it.
-PEAK_FLOPS = {
-    'TPU v4': 275e12,
-    'TPU v5 lite': 197e12,
-    'TPU v5': 459e12,
-    'TPU v5p': 459e12,
-    'TPU v6 lite': 918e12,
-    'NVIDIA A100-SXM4-40GB': 312e12,
-    'NVIDIA A100-SXM4-80GB': 312e12,
-    'NVIDIA H100 80GB HBM3': 989e12,
-    'NVIDIA H200': 989e12,
-}
+from fbt_jax.training.chips import chip_of
 
 
 def forward_flops(config: ModelConfig, *, seq_len: int, fused: bool) -> float:
@@ -41,10 +29,16 @@ def train_flops(config: ModelConfig, *, seq_len: int, passes: int) -> float:
     return 3.0 * (forward_flops(config, seq_len=seq_len, fused=False) + (passes - 1) * fused)
 
 
+def newton_schulz_flops(m: int, n: int) -> float:
+    """Of one m x n matrix: five times X X^T, its square, and their product with X."""
+    small, large = min(m, n), max(m, n)
+    return 5 * (4.0 * small**2 * large + 2.0 * small**3)
+
+
 def peak_flops() -> float | None:
     """FLOP/s of all devices together, None where the kind is not in the table."""
-    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
-    return peak * jax.device_count() if peak else None
+    chip = chip_of(jax.devices()[0].device_kind)
+    return chip.flops * jax.device_count() if chip else None
 
 
 def _mean_keys(seq_len: int, window: int) -> float:

@@ -1,0 +1,60 @@
+"""examples:
+  fbt bench                                              # configs/tiny.py's shapes
+  fbt bench --config=configs/fbt_1b.py --config.data.batch_size=8 --json=bench.json
+
+Times the train step on the devices present: by number of passes and for the mixture, with the model FLOP/s reached and
+MFU (causal attention counted once, recomputation not), memory, and the input pipeline's tokens per second.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from fbt_jax.cli import config_overrides
+from fbt_jax.config import UserError, load_config_file
+
+HELP = 'time the train step on the devices present'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--config', required=True, metavar='FILE', help='Python file with get_config()')
+    parser.add_argument('--rounds', type=int, default=5, metavar='N', help='timed steps for each pass count')
+    parser.add_argument('--json', metavar='FILE', help='write the figures there too')
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    config = load_config_file(args.config, config_overrides(rest))
+    if args.rounds < 1:
+        raise UserError(f'--rounds={args.rounds}: must be at least 1')
+    if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        raise UserError(f'--json={args.json}: must be a file in a folder that exists')
+
+    import jax
+
+    from fbt_jax.data import open_data
+    from fbt_jax.training.bench import bench
+    from fbt_jax.training.loop import resolve
+    from fbt_jax.training.summary import GIB, table
+
+    data = open_data(config)
+    config = resolve(config, data)
+    result = bench(config, data, rounds=args.rounds)
+    device = jax.devices()[0].device_kind
+    print(f'{args.config} on {jax.device_count()} x {device}; {config.data.batch_size} rows of {config.data.seq_len}')
+    rows = [('passes', 'median s', 'spread', 'tokens/s', 'model TFLOP/s', 'MFU')]
+    for t in result.timings:
+        name, spread = (str(t.passes), f'{t.spread:.0%}') if t.passes else ('mixture', '')
+        mfu = 'unknown' if t.mfu is None else f'{t.mfu:.1%}'
+        rows.append(
+            (name, f'{t.seconds:.4f}', spread, f'{t.tokens_per_second:,.0f}', f'{t.flops_per_second / 1e12:.3f}', mfu)
+        )
+    print(*table(rows), sep='\n')
+    print(f'compiled in {result.compile_seconds:.1f} s; peak of a step {result.peak_bytes / GIB:.3f} GiB per device')
+    if result.allocated_bytes is not None:
+        print(f'most memory in use on a device: {result.allocated_bytes / GIB:.3f} GiB')
+    print(f'input pipeline: {result.input_tokens_per_second:,.0f} tokens/s on this host')
+    if args.json:
+        figures = result._asdict() | {'device': device, 'devices': jax.device_count()}
+        figures['timings'] = [t._asdict() for t in result.timings]
+        Path(args.json).write_text(json.dumps(figures, indent=2) + '\n')
+    return 0
