@@ -31,7 +31,6 @@ sys.path.insert(0, str(ROOT / 'tests'))
 from helpers_e2e import rows, write_config  # noqa: E402
 
 PROGRAMS = ('munged', 'slurmctld', 'slurmd', 'sbatch', 'scontrol', 'scancel', 'srun')
-STEPS, EVAL_EVERY = 200, 50
 
 
 class Failed(Exception):
@@ -171,7 +170,9 @@ def last_step(workdir: Path) -> int:
 def requeued_run(slurm: Slurm, ntasks: int, log: Path) -> None:
     """Three starts: `scontrol requeue`, the signal before the time limit, the end."""
     workdir = slurm.folder / 'run'
-    overrides = {'steps': STEPS, 'eval_every': EVAL_EVERY, 'eval_rows': 64, 'checkpoint_every': 10 * STEPS}
+    steps = 200 if ntasks > 1 else 1000  # one task takes hundreds a second: enough to be stopped in their middle
+    eval_every = steps // 4
+    overrides = {'steps': steps, 'eval_every': eval_every, 'eval_rows': 64, 'checkpoint_every': 10 * steps}
     arguments = [f'--config.training.{key}={value}' for key, value in overrides.items()]
     job = submit(slurm, ntasks, log, workdir, write_config(slurm.folder), *arguments)
 
@@ -189,7 +190,7 @@ def requeued_run(slurm: Slurm, ntasks: int, log: Path) -> None:
         slurm.ask(*stop)
         wait_for('the tasks to leave', lambda n=number: log.read_text().count('batch: the tasks left') == n)
         new = [step for step in saved() if step not in before]
-        check(len(new) == 1 and start < new[0] < STEPS, f'{" ".join(stop[:2])}: checkpoint {new} saved')
+        check(len(new) == 1 and start < new[0] < steps, f'{" ".join(stop[:2])}: checkpoint {new} saved')
         text = log.read_text()
         check(text.count(f'checkpoint {new[0]} saved in') == 1, 'process 0 says so, once')
         wait_for('the next start', lambda t=f'from step {new[0]}': t in log.read_text() or slurm.ended(job))
@@ -201,8 +202,8 @@ def requeued_run(slurm: Slurm, ntasks: int, log: Path) -> None:
     written = [(row['step'], row['split']) for row in rows(workdir)]
     train = [step for step, split in written if split == 'train']
     validation = [step for step, split in written if split == 'validation']
-    check(train == list(range(1, STEPS + 1)), f'metrics.jsonl has each of {STEPS} steps once, in order')
-    check(validation == list(range(EVAL_EVERY, STEPS + 1, EVAL_EVERY)), f'and validation at {validation}')
+    check(train == list(range(1, steps + 1)), f'metrics.jsonl has each of {steps} steps once, in order')
+    check(validation == list(range(eval_every, steps + 1, eval_every)), f'and validation at {validation}')
 
 
 def killed_task(slurm: Slurm, ntasks: int, log: Path) -> None:
