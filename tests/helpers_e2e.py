@@ -162,7 +162,7 @@ def checkpoint_bits(workdir: Path, step: int | None = None) -> dict[str, Any]:
 
     loaded = load_tree(str(workdir), step, what='params+opt_state')
     leaves = {name: (str(x.dtype), x.shape, np.asarray(x).tobytes()) for name, x in named_leaves(loaded.tree).items()}
-    return leaves | {'step': loaded.step, 'meta': loaded.meta}
+    return leaves | {'step': loaded.step, 'meta': loaded.meta, 'data_position': loaded.data_position}
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
