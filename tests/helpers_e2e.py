@@ -78,13 +78,15 @@ def write_config(folder: Path, text: str = CONFIG) -> Path:
     return path
 
 
-def start(verb: str, *arguments: str) -> subprocess.Popen:
+def start(verb: str, *arguments: str, extra: dict[str, str] | None = None) -> subprocess.Popen:
+    """`extra`: environment variables."""
     environment = os.environ | {
         'JAX_PLATFORMS': 'cpu',
         'PYTHONUNBUFFERED': '1',
         'JAX_COMPILATION_CACHE_DIR': _compile_cache(),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+        **(extra or {}),
     }
     return subprocess.Popen(
         [sys.executable, '-m', 'fbt_jax', verb, *arguments],
