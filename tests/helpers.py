@@ -4,8 +4,13 @@ Shapes: B batch, T positions, D width, K passes.
 """
 
 import functools
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -198,3 +203,18 @@ def jaxpr_sizes(jaxpr: Any) -> Iterator[int]:
             inner = getattr(value, 'jaxpr', value)
             if hasattr(inner, 'eqns'):
                 yield from jaxpr_sizes(inner)
+
+
+def on_devices(function: Callable[[], Any], count: int = 8) -> Any:
+    """What `function`, at the top level of a test file, returns on `count` fake CPU devices; must be JSON.
+
+    In a process of its own: the number of devices is settled when JAX starts.
+    """
+    module = function.__module__
+    code = f'import json; import {module}; print(json.dumps({module}.{function.__name__}()))'
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get('PYTHONPATH', '')])
+    flags = {'XLA_FLAGS': f'--xla_force_host_platform_device_count={count}', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path}
+    result = subprocess.run([sys.executable, '-c', code], env=os.environ | flags, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])

@@ -78,13 +78,15 @@ def write_config(folder: Path, text: str = CONFIG) -> Path:
     return path
 
 
-def start(verb: str, *arguments: str) -> subprocess.Popen:
+def start(verb: str, *arguments: str, extra: dict[str, str] | None = None) -> subprocess.Popen:
+    """`extra`: environment variables."""
     environment = os.environ | {
         'JAX_PLATFORMS': 'cpu',
         'PYTHONUNBUFFERED': '1',
         'JAX_COMPILATION_CACHE_DIR': _compile_cache(),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+        **(extra or {}),
     }
     return subprocess.Popen(
         [sys.executable, '-m', 'fbt_jax', verb, *arguments],
@@ -162,7 +164,7 @@ def checkpoint_bits(workdir: Path, step: int | None = None) -> dict[str, Any]:
 
     loaded = load_tree(str(workdir), step, what='params+opt_state')
     leaves = {name: (str(x.dtype), x.shape, np.asarray(x).tobytes()) for name, x in named_leaves(loaded.tree).items()}
-    return leaves | {'step': loaded.step, 'meta': loaded.meta}
+    return leaves | {'step': loaded.step, 'meta': loaded.meta, 'data_position': loaded.data_position}
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:

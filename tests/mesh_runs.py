@@ -1,6 +1,9 @@
 """Trains one small model on several meshes of 8 fake CPU devices and prints what came out as JSON; see test_mesh.py.
 
 python tests/mesh_runs.py 8,1,1,1 1,2,2,2 ...        # sizes of data, fsdp, tensor, context; 1,1,1,1 is one device
+
+One compilation a mesh: the gradient is read from the moments after step 1, which draws three passes. Moments begin at
+zero, so each is a multiple of the (clipped) gradient, and differences are told relative to a leaf's largest entry.
 """
 
 import dataclasses
@@ -8,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+from typing import Any
 
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -25,14 +29,13 @@ from fbt_jax.config import (
     TrainingConfig,
 )
 from fbt_jax.data import open_data
-from fbt_jax.passes import step_key
 from fbt_jax.sharding import local_rows, make_mesh, place, require_divisible
 from fbt_jax.training.compiler import make_setup
-from fbt_jax.training.step import batch_gradients
+from fbt_jax.training.integrity import named_leaves
 
 STEPS = 20
 CONFIG = Config(
-    seed=5,
+    seed=9,
     data=DataConfig(source='austen', tokenizer='bytes', seq_len=64, batch_size=8),
     model=ModelConfig(
         vocab_size=384, width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=64, window=24,
@@ -44,54 +47,55 @@ CONFIG = Config(
 )  # fmt: skip
 
 
-def run(sizes: tuple[int, int, int, int]) -> dict:
+def run(sizes: tuple[int, ...]) -> dict[str, Any]:
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(1, *sizes))
     mesh = make_mesh(config.mesh, jax.devices()[: int(np.prod(sizes))])
     require_divisible(config, mesh)
     setup = make_setup(config, mesh)
-    data = open_data(config)
     rows = local_rows(mesh, config.data.batch_size)
-    iterator = data.train_iterator(rows)
+    iterator = open_data(config).train_iterator(rows)
     compiled = setup.lower(config).compile(compiler_options={'xla_backend_optimization_level': 0})
     state = setup.init()
-    first = place(next(iterator), mesh, rows=rows, num_rows=config.data.batch_size)
-    iterator.set_state({'next_index': 0})
-
-    def gradients(params, batch):
-        key = step_key(config.seed, jax.numpy.int32(0))
-        return batch_gradients(config, setup.model, params, batch, key=key, num_passes=3, z_loss=1e-4).grads
-
+    found: dict[str, Any] = {'losses': [], 'passes': [], 'norms': [], 'hashes': []}
     with jax.set_mesh(mesh):
-        run_gradients = jax.jit(gradients, compiler_options={'xla_backend_optimization_level': 0})
-        grads = {jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x)
-                 for path, x in jax.tree_util.tree_leaves_with_path(run_gradients(state.params, first))}  # fmt: skip
-        losses, passes, norms, hashes = [], [], [], []
-        for _ in range(STEPS):
+        for step in range(STEPS):
             batch = place(next(iterator), mesh, rows=rows, num_rows=config.data.batch_size)
-            hashes.append(hashlib.sha256(b''.join(np.asarray(x).tobytes() for x in batch)).hexdigest()[:16])
+            found['hashes'].append(hashlib.sha256(b''.join(np.asarray(x).tobytes() for x in batch)).hexdigest()[:16])
             state, metrics = compiled(state, batch)
-            losses.append(float(metrics.loss))
-            passes.append(int(metrics.passes))
-            norms.append(float(metrics.grad_norm))
-    return {'grads': grads, 'losses': losses, 'passes': passes, 'norms': norms, 'hashes': hashes}
+            found['losses'].append(float(metrics.loss))
+            found['passes'].append(int(metrics.passes))
+            found['norms'].append(float(metrics.grad_norm))
+            if step == 0:
+                found['moments'] = moments(state.opt_state)
+    iterator.close()
+    return found
+
+
+def moments(opt_state: Any) -> dict[str, np.ndarray]:
+    """First moments by parameter: NorMuon's `ema` and Adam's `mu`."""
+    leaves = named_leaves(opt_state)
+    return {
+        name.split(f'/{moment}/')[1]: np.asarray(leaf)
+        for name, leaf in leaves.items()
+        for moment in ('ema', 'mu')
+        if f'/{moment}/' in name
+    }
 
 
 def main() -> None:
-    meshes = [tuple(int(n) for n in text.split(',')) for text in sys.argv[1:]]
     alone = run((1, 1, 1, 1))
-    out = {'losses': alone['losses'], 'passes': alone['passes'], 'meshes': {}}
-    for sizes in meshes:
-        got = run(sizes)
-        out['meshes'][','.join(map(str, sizes))] = {
-            'loss': max(abs(a - b) for a, b in zip(got['losses'], alone['losses'], strict=True)),
-            'passes': got['passes'] == alone['passes'],
-            'hashes': got['hashes'] == alone['hashes'],
-            'grads': {
-                name: float(np.max(np.abs(got['grads'][name] - g)) / np.max(np.abs(g)))
-                for name, g in alone['grads'].items()
+    out: dict[str, Any] = {name: alone[name] for name in ('losses', 'passes', 'norms', 'hashes')}
+    out['leaves'], out['meshes'] = sorted(alone['moments']), {}
+    for text in sys.argv[1:]:
+        got = run(tuple(int(n) for n in text.split(',')))
+        out['meshes'][text] = {name: got[name] for name in ('losses', 'passes', 'norms', 'hashes')} | {
+            'gradients': {
+                name: float(np.max(np.abs(got['moments'][name] - moment)) / np.max(np.abs(moment)))
+                for name, moment in alone['moments'].items()
             },
         }
     print(json.dumps(out))
 
 
-main()
+if __name__ == '__main__':
+    main()

@@ -85,7 +85,7 @@ def test_all_is_taken_but_the_fusion(source: Path, feedback: tuple[Path, str]) -
     assert theirs.keys() <= ours.keys()
     for name, leaf in theirs.items():
         assert ours[name] == leaf, name
-    moments = [np.frombuffer(theirs[name][2], theirs[name][0]) for name in theirs if '/mu/' in name]
+    moments = [np.frombuffer(theirs[name][2], theirs[name][0]) for name in theirs if '/mu/' in name or '/ema/' in name]
     assert len(moments) > 10
     assert all(moment.any() for moment in moments)  # carried moments, then, not those of a fresh start
 
@@ -130,7 +130,7 @@ def test_it_begins_with_the_sources_loss(
 def test_restarting_schedule_and_data(feedback: tuple[Path, str], finished: tuple[Path, str]) -> None:
     """Step, tally and data position begin anew: the default."""
     bits = checkpoint_bits(feedback[0], 0)
-    assert bits['meta']['data_position'] == {'next_index': 0}
+    assert bits['data_position'] == {'next_index': 0}
     assert (bits['meta']['tokens'], bits['meta']['token_passes']) == (0, 0)
     train_rows = [row for row in rows(finished[0]) if row['split'] == 'train']
     assert [row['step'] for row in train_rows] == list(range(1, 61))
@@ -159,11 +159,11 @@ def test_going_on_is_as_if_the_source_had_gone_on(config: Path, source: Path, tm
 def test_data_goes_on_while_the_schedule_restarts(config: Path, source: Path, tmp_path: Path) -> None:
     out = started(config, source, tmp_path / 'run', '--config.init.data=continue', '--config.init.optimizer=False')
     bits = checkpoint_bits(tmp_path / 'run', 0)
-    assert bits['meta']['data_position'] == checkpoint_bits(source)['meta']['data_position'] == {'next_index': 20}
+    assert bits['data_position'] == checkpoint_bits(source)['data_position'] == {'next_index': 20}
     assert bits['meta']['tokens'] == 0
     assert 'schedule: restart, data: continue, optimizer state: new' in out
-    moments = [np.frombuffer(leaf[2], leaf[0]) for name, leaf in bits.items() if '/mu/' in name]
-    assert moments
+    moments = [np.frombuffer(leaf[2], leaf[0]) for name, leaf in bits.items() if '/mu/' in name or '/ema/' in name]
+    assert len(moments) > 10
     assert not any(moment.any() for moment in moments)
     theirs = named(checkpoint_bits(source), 'params')
     assert {name: leaf for name, leaf in named(bits, 'params').items() if '/fusion/' not in name} == theirs

@@ -25,6 +25,7 @@ from helpers import (
     make_batch,
     make_model,
     make_params,
+    on_devices,
     quick_jit,
     run_passes,
     sequential_states,
@@ -33,7 +34,7 @@ from helpers import (
 
 from fbt_jax import losses
 from fbt_jax.batch import Batch
-from fbt_jax.config import Config, PassesConfig
+from fbt_jax.config import Config, MeshConfig, PassesConfig
 from fbt_jax.losses import loss_sums, token_losses
 from fbt_jax.passes import (
     PURPOSE_JITTER,
@@ -42,8 +43,10 @@ from fbt_jax.passes import (
     jittered,
     multi_pass,
     prefix_mask,
+    shift,
     step_key,
 )
+from fbt_jax.sharding import batch_sharding, make_mesh, mesh_axes
 from fbt_jax.training.step import batch_gradients
 
 Array = np.ndarray
@@ -524,3 +527,68 @@ def test_remat_changes_memory_and_nothing_else() -> None:
             assert bytes_used < (0.5 if remat == 'per_layer' else 0.9) * most
             for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
                 np.testing.assert_allclose(a, e, rtol=0, atol=1e-5 * np.abs(e).max())
+
+
+# A row split over devices
+
+SPLIT = MeshConfig(data=1, fsdp=2, tensor=1, context=4)  # 8 devices, 16 positions of a row in 4 parts
+
+
+def facts_of_split_rows() -> dict[str, bool]:
+    """On 8 fake devices: what is, to the bit, as on one."""
+    mesh = make_mesh(SPLIT)
+    rng = np.random.default_rng(0)
+    sharding = jax.sharding.NamedSharding(mesh, mesh_axes('batch', 'length', 'state'))
+
+    def same(split: Any, whole: Any) -> bool:
+        return np.asarray(split).tobytes() == np.asarray(whole).tobytes()
+
+    facts = {}
+    hidden_BTD, cotangent_BTD = (rng.normal(size=(2, 16, 4)).astype(np.float32) for _ in range(2))
+    with jax.set_mesh(mesh):
+        backward = jax.jit(lambda x, ct: jax.vjp(shift, x)[1](ct)[0])
+        split_BTD, split_ct_BTD = jax.device_put((hidden_BTD, cotangent_BTD), sharding)
+        forward_BTD = jax.jit(shift, out_shardings=sharding)(split_BTD)
+        facts['shift stays split'] = forward_BTD.sharding.is_equivalent_to(sharding, 3)
+        facts['shift'] = same(forward_BTD, shifted(hidden_BTD))
+        # d shift / d x, transposed: the cotangent of t + 1 at t; nothing comes back to the last position.
+        expected_BTD = np.concatenate([cotangent_BTD[:, 1:], np.zeros((2, 1, 4), np.float32)], axis=1)
+        facts['gradient of shift'] = same(backward(split_BTD, split_ct_BTD), expected_BTD)
+
+    batch, rows_B = make_batch(lengths=((7, 5, 1), (3, 11)), seq_len=16), np.arange(2, dtype=np.int32)
+    split_batch = jax.device_put(batch, batch_sharding(mesh))
+    key = step_key(3, jnp.int32(7))
+    zeros_BTD = np.zeros((2, 16, 4), np.float32)
+    noise = partial(jittered, half_width=0.02)
+    masks = [jax.jit(prefix_mask)(key, batch, rows_B), jax.jit(noise)(key, zeros_BTD, rows_B)]
+    with jax.set_mesh(mesh):
+        facts['prefix masks'] = same(jax.jit(prefix_mask)(key, split_batch, rows_B), masks[0])
+        facts['jitter'] = same(jax.jit(noise)(key, jax.device_put(zeros_BTD, sharding), rows_B), masks[1])
+
+    # The middle document of row 0 and its start lie on devices 1 to 2 of the row, the first on 0 and 1.
+    model = make_model(vocab_size=128)
+    params = make_params(model)
+
+    @quick_jit
+    def states(params: Any, batch: Batch) -> Any:
+        keyed = Noise(key, rows_B, True, 0.02)
+        return multi_pass(model, params, batch, num_passes=3, per_pass=lambda h, _: h, noise=keyed).yields
+
+    changed = batch._replace(tokens=np.where(batch.segment_ids == 1, (batch.tokens + 1) % VOCAB_SIZE, batch.tokens))
+    with jax.set_mesh(mesh):
+        before, after = (np.asarray(states(params, jax.device_put(b, batch_sharding(mesh)))) for b in (batch, changed))
+    other_BT = np.asarray(batch.segment_ids > 1)
+    facts['other documents unchanged'] = same(before[:, other_BT], after[:, other_BT])
+    first_BT = np.asarray(batch.segment_ids == 1)
+    facts['the changed one changed'] = bool(np.all(np.any(before[:, first_BT] != after[:, first_BT], axis=-1)))
+    alone = np.asarray(states(params, batch))
+    real_BT = np.asarray(batch.segment_ids > 0)
+    facts['as on one device'] = bool(np.max(np.abs(before - alone)[:, real_BT]) < 2e-5)
+    return facts
+
+
+def test_rows_split_over_context_are_as_whole_ones() -> None:
+    """Shift, its gradient and all noise to the bit; and no document hears of another across the devices."""
+    facts = on_devices(facts_of_split_rows)
+    assert len(facts) == 8
+    assert all(facts.values()), facts

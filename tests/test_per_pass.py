@@ -50,8 +50,8 @@ def params(model: Transformer) -> Any:
 
 
 @pytest.fixture(scope='module')
-def eval_step(model: Transformer) -> Callable[[Any, Batch], BatchSums]:
-    return make_eval_step(model, num_passes=PASSES)
+def eval_step(data: Data, model: Transformer) -> Callable[[Any, Batch], BatchSums]:
+    return make_eval_step(model, num_passes=PASSES, token_bytes=data.token_bytes)
 
 
 def results_of(data: Data, params: Any, eval_step: Any, batch_size: int, rows: int = ROWS) -> PassResults:
@@ -139,17 +139,34 @@ def test_bits_per_byte_by_hand(results: PassResults, data: Data, by_hand: dict[s
 @pytest.mark.parametrize('tokenizer', ['bytes', 'bpe'])
 @pytest.mark.parametrize('batch_size', [1, 5])
 def test_bytes_are_those_of_the_validation_text(tokenizer: str, batch_size: int) -> None:
+    """Of every document to the last byte, counted by the step itself; its model is as small as can be."""
     data = make_data(tokenizer=tokenizer, seq_len=500)
-    nothing = BatchSums(np.zeros((1, 500)), np.zeros((1, 500)), np.zeros((1, 500)), np.zeros(500))
-    batches = data.validation_batches(batch_size)
-    counted = evaluate_passes(lambda params, batch: nothing, None, batches)
+    small = Transformer(
+        ModelConfig(
+            vocab_size=data.vocab_size,
+            width=2,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            mlp_width=1,
+            window=0,
+            fusion='none',
+            dtype='float32',
+            remat='nothing',
+        )
+    )
+    step = make_eval_step(small, num_passes=1, token_bytes=data.token_bytes)
+    counted = evaluate_passes(step, init_params(small, jax.random.key(0)), data.validation_batches(batch_size))
     assert counted.bytes == sum(len(document.encode()) for document in corpus.split().validation)
 
 
-def test_rows_that_are_no_text_have_no_bytes(params: Any, eval_step: Any) -> None:
+def test_rows_that_are_no_text_have_no_bytes(model: Transformer, params: Any) -> None:
     one_pass = PassesConfig(phases='one_pass')
     config = Config(data=DataConfig('word_problem', 'none', 96, 4), passes=one_pass, optimizer=OptimizerConfig())
-    results = results_of(open_data(config), params, eval_step, 2, rows=3)
+    data = open_data(config)
+    assert data.token_bytes is None
+    eval_step = make_eval_step(model, num_passes=1, token_bytes=data.token_bytes)
+    results = results_of(data, params, eval_step, 2, rows=3)
     assert results.bytes is None
     assert results.bits_per_byte_K is None
     assert results.nats_per_byte_K is None

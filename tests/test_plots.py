@@ -19,7 +19,7 @@ ROWS: list[dict[str, Any]] = [
 
 def results(num_bytes: int | None) -> PassResults:
     nll_KP = np.array([[4.0, 2.0], [3.0, 1.0]])
-    return PassResults(BatchSums(nll_KP, np.array([[1.0, 0.0], [2.0, 1.0]]), nll_KP, np.array([2.0, 2.0])), num_bytes)
+    return PassResults(BatchSums(nll_KP, np.array([[1.0, 0.0], [2.0, 1.0]]), nll_KP, np.array([2.0, 2.0]), num_bytes))
 
 
 @pytest.fixture

@@ -224,8 +224,8 @@ def test_gradient_is_that_of_the_reference(num_passes: int, batch: Batch) -> Non
 def first_gradient(state: TrainState) -> dict[str, np.ndarray]:
     """After one step from zero moments: the moments divided by 1 - b1. A frozen group's are 0."""
     gradient = {}
-    for group, b1 in (('matrix', 0.95), ('fusion', 0.95), ('adam', 0.9)):
-        for name, moment in named(optax.tree.get(group_state(state, group), 'mu')).items():
+    for group, moments, b1 in (('matrix', 'ema', 0.95), ('fusion', 'ema', 0.95), ('adam', 'mu', 0.9)):
+        for name, moment in named(optax.tree.get(group_state(state, group), moments)).items():
             gradient[name] = moment / (1 - b1)
     return gradient
 
