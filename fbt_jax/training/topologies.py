@@ -5,10 +5,11 @@
 `.[plan-gpu]`).
 """
 
-import math
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,6 +61,7 @@ def devices_of(topology: str, slices: int) -> Sequence[Any]:
         hosts = -(-count // GPUS_PER_HOST)
         if count % hosts:
             raise UserError(f'--topology={topology}: beyond {GPUS_PER_HOST} GPUs it must be whole hosts')
+        _find_ptxas()
         os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_gpu_autotune_level=0'.strip()
         shape = f'1x{hosts}x{count // hosts}'
         described = topologies.get_topology_desc(
@@ -74,9 +76,12 @@ def devices_of(topology: str, slices: int) -> Sequence[Any]:
         raise UserError(f"--topology={topology}: cannot compile for it (pip install '.[{extra}]'?): {text}") from error
 
 
-def num_devices(topology: str, slices: int) -> int:
-    shape = topology.partition(':')[2]
-    return slices * math.prod(int(n) for n in shape.split('x'))
+def _find_ptxas() -> None:
+    """XLA looks for NVIDIA's assembler on PATH; pip puts it beside its libraries."""
+    spec = importlib.util.find_spec('nvidia')
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for found in Path(folder).glob('*/bin/ptxas'):
+            os.environ['PATH'] = f'{found.parent}{os.pathsep}{os.environ["PATH"]}'
 
 
 # What XLA asks about a Hopper GPU, from NVIDIA's data sheet and CUDA programming guide (compute capability 9.0).
