@@ -3,8 +3,8 @@
     fbt train --config=configs/fbt_1b.py --workdir=runs/fbt_1b
 
 Hardware: accelerators; 1.065B parameters in float32 with momentum need about 9 GB for parameters and optimizer
-state. Not yet run; shapes and parameter counts are tested. 678,168 steps of 36 x 8192 tokens are 200B tokens;
-`progressive_75_22_3` makes them 256B token-passes.
+state. 762,940 steps of 32 x 8192 tokens are 200B tokens; `progressive_75_22_3` makes them 256B token-passes. Not yet
+run; shapes and parameter counts are tested, and it was compiled for the slices below (`fbt plan`).
 """
 
 from ml_collections import ConfigDict
@@ -15,7 +15,7 @@ from fbt_jax.config import default_config
 def get_config() -> ConfigDict:
     config = default_config()
     config.data.seq_len = 8192
-    config.data.batch_size = 36  # 294,912 tokens
+    config.data.batch_size = 32  # 262,144 tokens
 
     config.model.vocab_size = 100_352
     config.model.width = 1536
@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
     config.optimizer.decay_fraction = 0.25
     config.optimizer.z_loss = 1e-5
 
-    config.training.steps = 678_168
+    config.training.steps = 762_940
     config.training.log_every = 10
     config.training.eval_every = 2000
     config.training.checkpoint_every = 2000

@@ -146,6 +146,15 @@ def test_tensor_sums_the_state_and_data_sums_gradients() -> None:
     assert counted['all-reduce'] == 1.5 * (3 * layer * 2 + 2 * 128 * 8 * 4)
 
 
+def test_feedback_matrices_under_tensor() -> None:
+    """Two inputs whose gradients are summed, one result that is put together, in each of three passes."""
+    mesh = {'data': 1, 'fsdp': 1, 'tensor': 2, 'context': 1}
+    three, one = (on_paper(small(num_kv_heads=2), mesh, passes=k, element_bytes=2) for k in (3, 1))
+    state = 8 * 16 * 8 * 2
+    assert three['all-reduce'] - 3 * one['all-reduce'] == 3 * 2 * state
+    assert three['all-gather'] - 3 * one['all-gather'] == 3 * state / 2
+
+
 def test_recomputing_whole_passes_gathers_a_third_time() -> None:
     mesh = {'data': 1, 'fsdp': 4, 'tensor': 1, 'context': 1}
     twice, thrice = (

@@ -26,6 +26,7 @@ class Collective(NamedTuple):
 
     kind: str
     bytes: float  # received by a device in the whole step
+    executions: float  # in the whole step
     largest: int  # elements of its largest array
     group: int
     crosses_slices: bool
@@ -56,7 +57,9 @@ def in_program(
                 seen.add(chain[1] if chain else line)
                 if 'all-reduce-scatter' in name:  # TPU's fusion of an all-reduce and the slice that is kept
                     kind = 'reduce-scatter'
-                found.append(_collective(kind, op, match['type'], rest, times, devices_per_slice))
+                collective = _collective(kind, op, match['type'], rest, times, devices_per_slice)
+                if collective.group > 1:  # an axis of one device
+                    found.append(collective)
             elif op == 'while':
                 visit(_called(rest, 'body')[0], times * _trips(rest, computations), set())
             elif op == 'conditional':
@@ -121,7 +124,7 @@ def _collective(kind: str, op: str, types: str, rest: str, times: float, devices
     if kind == 'reduce-scatter' and op.startswith('reduce-scatter'):
         scale = n - 1  # its type is the part that is kept
     crosses = bool(groups.size) and bool(np.any(groups // devices_per_slice != groups[:, :1] // devices_per_slice))
-    return Collective(kind, times * whole * scale, max((e for _, e in arrays), default=0), n, crosses)
+    return Collective(kind, times * whole * scale, times, max((e for _, e in arrays), default=0), n, crosses)
 
 
 def _groups(rest: str) -> np.ndarray:
@@ -166,9 +169,8 @@ def on_paper(config: Config, mesh: dict[str, int], *, passes: int, element_bytes
     state = rows * length * m.width * b  # bytes of one device's activations
     f, t, c = (split - 1) / split, (tensor - 1) / tensor, (context - 1) / context
     again = m.remat == 'per_pass'
-    recomputed = (
-        m.remat in ('per_layer', 'per_pass', 'offload')
-    ) + again  # forward passes of a layer, beyond the first
+    # Forward passes of a layer beyond the first; even `dots`, which keeps products, repeats what follows them.
+    recomputed = (m.remat != 'nothing') + again
     reduce_bytes = 4 if m.fp32_gradient_reduction else b
     total: dict[str, float] = dict.fromkeys(KINDS, 0.0)
 
@@ -190,7 +192,11 @@ def on_paper(config: Config, mesh: dict[str, int], *, passes: int, element_bytes
         else:
             total['collective-permute'] += passes * keys * behind * (2 + recomputed)
     total['all-reduce'] += passes * m.num_layers * state * 2 * t * (4 + recomputed)
-    total['all-reduce'] += passes * state * 2 * t * (2 + 2)  # the embeddings, and the loss's gradient in float32
+    total['all-reduce'] += passes * state * 2 * t * (2 + 4 / b)  # the embeddings; the loss's gradient in float32
+    if fusion:
+        inputs = {'gated': 2, 'add': 1, 'concat': 2}[m.fusion]
+        total['all-reduce'] += passes * state * 2 * t * inputs
+        total['all-gather'] += passes * state * t * (1 + again)
     total['all-to-all'] += passes * state * f * (2 + again)
     if context > 1 and passes > 1:
         total['collective-permute'] += passes * rows * m.width * b * (2 + again)

@@ -8,6 +8,7 @@ end with a non-zero status within HEARTBEAT_SECONDS and a few more.
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,13 +34,13 @@ def join() -> None:
     By hand: JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Under `srun` with several tasks
     and on TPU machines JAX finds the same out itself. FBT_START_SECONDS (default 300): how long to wait for the others.
 
+    If they don't appear in time, the process says so in one line and ends with status 1.
+
     Raises:
       UserError: only some of the three are set, or they are no numbers.
-      RuntimeError: the others did not appear in time.
     """
     given = [name for name in _BY_HAND if os.environ.get(name)]
     seconds = int(os.environ.get('FBT_START_SECONDS', START_SECONDS))
-    limits = {'heartbeat_timeout_seconds': HEARTBEAT_SECONDS, 'initialization_timeout': seconds}
     if given:
         if len(given) < len(_BY_HAND):
             raise UserError(f'{", ".join(given)} set, but not {", ".join(n for n in _BY_HAND if n not in given)}')
@@ -57,13 +58,26 @@ def join() -> None:
         where, what, arguments = 'the first TPU host', 'all hosts of the TPU slice', {}
     else:
         return
+    missing = (
+        f'fbt: not all of {what} met at {where} within {seconds} s; look whether each was started and can reach it'
+    )
+    # Not left to `initialize`: when its own time is up, XLA aborts the process with a C++ stack trace.
+    alarm = threading.Timer(seconds, _give_up, [missing])
+    alarm.daemon = True
+    alarm.start()
     try:
-        jax.distributed.initialize(**arguments, **limits)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        raise RuntimeError(
-            f'not all of {what} met at {where} within {seconds} s; look whether each was started and can reach it: '
-            f'{str(error).splitlines()[0][:200]}'
-        ) from error
+        jax.distributed.initialize(
+            **arguments,  # type: ignore[arg-type]
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            initialization_timeout=2 * seconds + 60,
+        )
+    finally:
+        alarm.cancel()
+
+
+def _give_up(line: str) -> NoReturn:
+    print(line, file=sys.stderr)
+    exit_now(1)
 
 
 def is_primary() -> bool:
