@@ -85,13 +85,25 @@ def hlo_of_eight_devices() -> str:
     return setup.lower(TWO_PASSES).compile(compiler_options=quick).as_text()
 
 
+def group_size(attributes: str) -> int:
+    """Devices that take part together, from any of the forms that XLA writes; 8 where it names no groups."""
+    if explicit := re.search(r'replica_groups=\{\{([0-9,]+)\}', attributes):
+        return len(explicit[1].split(','))
+    if iota := re.search(r'replica_groups=\[[0-9]+,([0-9]+)\]<=', attributes):
+        return int(iota[1])
+    if axes := re.search(r'replica_groups=mesh\[(.*?)\] ?\{(.*?)\}', attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
+        return math.prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", axes[2]))
+    return 8
+
+
 def results(hlo: str, operation: str) -> Iterator[tuple[int, ...]]:
     """Shapes of what each instruction of this kind gives, each part of a tuple's by itself.
 
     Without those among groups of one device, which the CPU's compiler leaves in for axes of size 1.
     """
     for kind, rest in re.findall(rf'= (\(?[a-z0-9]+\[.*?) {operation}(?:-start)?\((.*)', hlo):
-        if 'replica_groups={{0},' in rest:
+        if group_size(rest) == 1:
             continue
         for dimensions in re.findall(r'[a-z]+[0-9]+\[([0-9,]*)\]', kind):
             yield tuple(int(n) for n in dimensions.split(',') if n)
@@ -106,10 +118,13 @@ def test_instructions_are_read_with_all_their_results() -> None:
     text = """
   %all-reduce.1 = (f32[2,32]{1,0}, f32[]) all-reduce(%a, %b), channel_id=1
   %ag = bf16[16,4]{1,0} all-gather(%c), dimensions={0}
-  %one = f32[7]{0} all-reduce(%d), replica_groups={{0},{1}}
+  %one = f32[7]{0} all-reduce(%d), replica_groups={{0},{1}}, to_apply=%add
+  %two = f32[6]{0} all-reduce(%d), replica_groups=mesh['fsdp'=4,'tensor'=1] {'tensor'}, to_apply=%add
+  %three = f32[5]{0} all-reduce(%d), replica_groups=[8,1]<=[8], to_apply=%add
+  %four = f32[4]{0} all-reduce-start(%d), replica_groups=mesh['fsdp'=4,'tensor'=1] {'fsdp','tensor'}, to_apply=%add
   ROOT %x = f32[9]{0} add(%all-reduce.1, %ag)
 """
-    assert list(results(text, 'all-reduce')) == [(2, 32), ()]
+    assert list(results(text, 'all-reduce')) == [(2, 32), (), (4,)]
     assert list(results(text, 'all-gather')) == [(16, 4)]
 
 
