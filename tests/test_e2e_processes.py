@@ -173,7 +173,6 @@ def test_both_killed_together_resume_as_two(config: Path, unbroken: Path, tmp_pa
     require_same_losses(workdir, unbroken)
 
 
-@pytest.mark.xfail(strict=True, reason="jax's client (0.10.2) aborts the process before `join` can catch anything")
 def test_a_missing_peer_is_told(config: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     extra = environments(2)[0] | {'FBT_START_SECONDS': '10'}
