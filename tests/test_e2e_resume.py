@@ -20,6 +20,7 @@ from helpers_e2e import (
     rows,
     send_when,
     snapshot,
+    start,
     start_training,
     tensorboard_scalars,
     train,
@@ -33,6 +34,7 @@ from fbt_jax import load_run
 from fbt_jax.training.integrity import named_leaves
 
 STEPS, EVAL_EVERY, CHECKPOINT_EVERY = 60, 10, 7
+COMPILED, FIRST_STEP = r'compiled in ([\d.]+) s', r'first step done ([\d.]+) s after'
 
 
 @pytest.fixture(scope='module')
@@ -340,3 +342,17 @@ def check_fields(row: dict, *, text: bool, eval_passes: int) -> bool:
         expected = {f'{name}_{i}' for name in names for i in passes} | {f'update_norm_{i}' for i in passes[1:]}
     assert row.keys() == expected | {'step', 'split', 'passes'}
     return True
+
+
+def test_a_second_start_compiles_nothing(config: Path, tmp_path: Path) -> None:
+    """The run's folder keeps the compiled step; the first step comes right after compilation, told in seconds."""
+    workdir, extra = tmp_path / 'run', {'JAX_COMPILATION_CACHE_DIR': ''}
+    command = ('train', f'--config={config}', f'--workdir={workdir}')
+    first = start(*command, extra=extra)
+    assert send_when(first, train_rows_written(workdir, 8), signal.SIGTERM)
+    results = [finish(first), finish(start(*command, extra=extra))]
+    assert [r.status for r in results] == [143, 0], results[1].text
+    compiled, done = ([float(re.search(text, r.out)[1]) for r in results] for text in (COMPILED, FIRST_STEP))  # type: ignore[index]
+    assert compiled[1] < 0.5 * compiled[0]
+    assert done[0] < 1.2 * compiled[0] + 0.5
+    assert list((workdir / 'compilation_cache').iterdir())

@@ -101,5 +101,5 @@ def shardings_of(tree: Any) -> Any:
 
 def use_compilation_cache(workdir: str) -> None:
     """Keeps compiled programs in DIR/compilation_cache, unless JAX_COMPILATION_CACHE_DIR names another folder."""
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update('jax_compilation_cache_dir', str(Path(workdir).absolute() / 'compilation_cache'))
