@@ -6,7 +6,7 @@ usage='usage: tpu_pod.sh [--dry-run] create | install | start -- ARGUMENTS | wat
   export NAME=fbt ZONE=us-west4-a
   launch/tpu_pod.sh create                  # asks for the slice, waits until it is there
   launch/tpu_pod.sh install                 # this checkout (HEAD) and its packages, on all hosts
-  launch/tpu_pod.sh start -- --config=configs/fbt_1b.py --workdir=gs://BUCKET/runs/1b --config.mesh.fsdp=-1
+  launch/tpu_pod.sh start -- --config=configs/fbt_1b.py --workdir=/mnt/bucket/runs/1b --config.mesh.fsdp=-1
   launch/tpu_pod.sh watch                   # the log of host 0; ends with the run, with its exit status
   launch/tpu_pod.sh stop                    # SIGTERM: saves a checkpoint and leaves with 143
   launch/tpu_pod.sh resume -- ...           # the arguments of start; creates the slice anew if it was preempted
@@ -19,6 +19,7 @@ ARGUMENTS are those of fbt train. --dry-run prints the commands instead. From th
   RUNTIME        default: v2-alpha-tpuv5-lite
   SLICES         slices of that type, default 1 (then --config.mesh.slices=N too)
   SPOT           yes: cheaper, may be preempted at any time
+  BUCKET         install mounts this bucket at /mnt/bucket on all hosts (gcsfuse); fbt itself takes no gs:// paths yet
   CREATE_ARGS    more for gcloud: --reserved, --service-account=..., --network=...
 
 Exit status: watch: that of the run (1 if a host has none to tell); otherwise that of the command that failed. 2: wrong
@@ -46,7 +47,7 @@ case $verb in
 esac
 [[ ${NAME:-} ]] || wrong 'NAME is not set'
 [[ ${ZONE:-} ]] || wrong 'ZONE is not set'
-: "${PROJECT:=}" "${TYPE:=v5litepod-16}" "${RUNTIME:=v2-alpha-tpuv5-lite}" "${SLICES:=1}" "${SPOT:=}" "${CREATE_ARGS:=}"
+: "${PROJECT:=}" "${TYPE:=v5litepod-16}" "${RUNTIME:=v2-alpha-tpuv5-lite}" "${SLICES:=1}" "${SPOT:=}" "${CREATE_ARGS:=}" "${BUCKET:=}"
 [[ $SLICES =~ ^[1-9][0-9]*$ ]] || wrong "SLICES=$SLICES: must be a number"
 [[ $dry ]] || type -P gcloud >/dev/null || wrong 'gcloud is not installed'
 
@@ -94,6 +95,13 @@ rm -rf fbt; mkdir fbt; tar xzf fbt.tar.gz -C fbt
 python3 -m pip install --quiet --user uv; uv=$HOME/.local/bin/uv
 $uv venv --quiet --python 3.11 fbt/.venv
 $uv pip install --quiet --python fbt/.venv/bin/python "./fbt[tpu]"'
+    if [[ $BUCKET ]]; then
+        on_all "set -e
+if ! mountpoint -q /mnt/bucket; then
+  type gcsfuse >/dev/null || { echo 'gcsfuse is not on this image: install it, or use a shared disk' >&2; exit 1; }
+  sudo mkdir -p /mnt/bucket && sudo chown \$USER /mnt/bucket && gcsfuse --implicit-dirs $(printf %q "$BUCKET") /mnt/bucket
+fi"
+    fi
 }
 
 start() {

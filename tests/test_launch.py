@@ -273,6 +273,11 @@ def test_gke_restarts_what_can_go_on(variant: str) -> None:
     assert pod['terminationGracePeriodSeconds'] >= 120
     assert container['command'][:2] == ['fbt', 'train']  # no shell before it, which would keep SIGTERM to itself
     assert '--workdir=${WORKDIR}' in container['command']
+    mounts = {mount['name']: mount['mountPath'] for mount in container['volumeMounts']}
+    (bucket,) = (volume for volume in pod['volumes'] if volume['name'] == 'bucket')
+    assert mounts['bucket'] == '/bucket'
+    assert bucket['csi']['driver'] == 'gcsfuse.csi.storage.gke.io'
+    assert job['template']['metadata']['annotations'] == {'gke-gcsfuse/volumes': 'true'}
 
 
 def test_gke_tpu_chips_add_up() -> None:
@@ -360,7 +365,7 @@ class Pod:
     def start(self, *arguments: str) -> Result:
         for host in self.hosts:
             (host / 'leave_with').unlink(missing_ok=True)
-        return self('start', '--', *(arguments or ('--workdir=gs://b/a run',)))
+        return self('start', '--', *(arguments or ('--workdir=/mnt/b/a run',)))
 
 
 @pytest.fixture
@@ -419,7 +424,7 @@ def test_pod_run_ends_with_its_status(pod: Pod) -> None:
     pod.leave(0, 0)
     watched = pod('watch')
     assert watched.status == 0, watched.text
-    assert 'host runs train --workdir=gs://b/a run' in watched.out
+    assert 'host runs train --workdir=/mnt/b/a run' in watched.out
     assert '2 hosts, the run left with status 0' in watched.out
     for statuses, expected in (((0, 3), 3), ((143, 1), 1), ((143, 143), 143)):
         pod.start()

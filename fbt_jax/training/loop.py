@@ -28,7 +28,14 @@ from fbt_jax.training.compiler import OPTIONS, make_setup, use_compilation_cache
 from fbt_jax.training.flops import peak_flops, train_flops
 from fbt_jax.training.optimizer import decay_start
 from fbt_jax.training.processes import is_primary, on_primary
-from fbt_jax.training.run_folder import claim_folder, enable_float64, has_checkpoint, locked, record_config
+from fbt_jax.training.run_folder import (
+    claim_folder,
+    enable_float64,
+    has_checkpoint,
+    locked,
+    record_config,
+    require_path,
+)
 from fbt_jax.training.signals import Stopped, StopSignals
 from fbt_jax.training.step import StepMetrics, TrainState
 from fbt_jax.training.warm_start import load_source, warm_start
@@ -67,6 +74,7 @@ def train(config: Config, workdir: str) -> None:
       Stopped: SIGTERM or SIGINT came; a checkpoint was saved, and the person told.
       RuntimeError: a save failed, no checkpoint can be read, or ten steps in a row were not finite.
     """
+    require_path(workdir)
     with StopSignals() as stop:
         enable_float64(config)
         data = open_data(config)

@@ -5,6 +5,7 @@
 A resume must not change the model, the data order or the seed; other keys may change, and the change is told.
 """
 
+import dataclasses
 import fcntl
 import importlib.metadata
 import json
@@ -57,7 +58,9 @@ def load_run(workdir: str, step: int | None = None) -> Run:
     except ValueError as error:
         raise UserError(str(error)) from None
     params = jax.tree.map(jax.numpy.asarray, loaded.tree['params'])
-    return Run(Transformer(config.model), params, config, load_tokenizer(config.data), loaded.step)
+    # The kernel is the machine's choice: a run on TPU opens on a CPU.
+    model = Transformer(dataclasses.replace(config.model, attention='auto'))
+    return Run(model, params, config, load_tokenizer(config.data), loaded.step)
 
 
 def spread(run: Run) -> tuple[Run, Mesh]:
@@ -83,6 +86,12 @@ def require_data(workdir: str, fingerprint: str) -> None:
     """Raises UserError unless the run in `workdir` was trained on these documents, with this tokenizer."""
     if _read_record(workdir)['data_fingerprint'] != fingerprint:
         raise UserError(f'{workdir} holds a run of other data: the documents or the tokenizer changed since it began')
+
+
+def require_path(workdir: str) -> None:
+    """UserError for a bucket's address: files are opened, appended to and locked as on a disk."""
+    if '://' in workdir:
+        raise UserError(f'--workdir={workdir}: must be a folder; mount the bucket (gcsfuse) and give its path')
 
 
 def enable_float64(config: Config) -> None:
