@@ -5,6 +5,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -160,15 +162,36 @@ def test_sigterm_and_sigint_save_and_leave(config: Path, unbroken: Path, tmp_pat
     assert_same_run(workdir, unbroken)
 
 
-def test_a_second_signal_ends_the_run_at_once(config: Path, tmp_path: Path) -> None:
+def test_a_signal_sent_twice_at_once_counts_once(config: Path, tmp_path: Path) -> None:
+    """As Slurm does at a time limit: the checkpoint is saved all the same."""
     workdir = tmp_path / 'run'
     process = start_training(config, workdir)
-    assert send_when(process, lambda: (workdir / 'config.json').exists(), signal.SIGTERM)
-    time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    assert send_when(process, train_rows_written(workdir, 8), signal.SIGTERM)
+    for _ in range(3):
+        time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
     result = finish(process)
-    assert result.status == 130, result.text
-    assert 'saved' not in result.out
+    assert result.status == 143, result.text
+    saved = re.search(r'checkpoint (\d+) saved', result.out)
+    assert saved, result.text
+    assert checkpoint_done(workdir, int(saved[1]))()
+
+
+def test_a_later_signal_ends_the_process_at_once() -> None:
+    code = """
+import os, signal, time
+from fbt_jax.training.signals import REPEAT_SECONDS, StopSignals
+with StopSignals():
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    print('still here', flush=True)
+    time.sleep(REPEAT_SECONDS + 0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    print('and here')
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == 'still here\n'
 
 
 def test_a_signal_in_the_final_table_says_that_the_run_is_complete(

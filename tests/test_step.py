@@ -344,9 +344,9 @@ def trace(phases: Any, **settings: Any) -> Any:
 
 
 def pass_switches(jaxpr: Any) -> list[Any]:
-    """The `cond`s that choose between models: only those have a softmax in their branches."""
+    """The `cond`s that choose between models: only those look tokens up in their branches."""
     conds = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == 'cond']
-    return [eqn for eqn in conds if any('exp' in primitives(part) for part in sub_jaxprs(eqn))]
+    return [eqn for eqn in conds if any('gather' in primitives(part) for part in sub_jaxprs(eqn))]
 
 
 @pytest.mark.parametrize(
