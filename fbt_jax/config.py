@@ -512,6 +512,11 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[An
     }
 
 
+def flat_keys(config: Config) -> dict[str, Any]:
+    """{dotted key: value}, values as JSON would give them back."""
+    return _flat(to_dict(config))
+
+
 def _flat(values: dict[str, Any], prefix: str = '') -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():

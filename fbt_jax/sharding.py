@@ -117,8 +117,8 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int, int
     text = ', '.join(f'{axis}={size}' for axis, size in zip(MESH_AXES, sizes, strict=True))
     if num_devices % fixed or (-1 not in sizes and fixed != num_devices):
         raise UserError(
-            f'mesh.* = {text}, slices={config.slices}: these make {fixed} devices, but there are {num_devices}; '
-            f'they must {"divide" if -1 in sizes else "be"} that number'
+            f'mesh of slices={config.slices}, {text}: needs {"a multiple of " if -1 in sizes else ""}{fixed} devices, '
+            f'but there are {num_devices}'
         )
     data, *rest = [num_devices // fixed if size == -1 else size for size in sizes]
     return (config.slices * data, *rest)  # type: ignore[return-value]

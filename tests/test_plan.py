@@ -261,7 +261,7 @@ def test_plan_and_bench_here(tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_line(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
     if 'v5e:2x4' in str(arguments) and not importlib.util.find_spec('libtpu'):
-        pytest.skip("needs libtpu: pip install '.[plan]'")
+        pytest.skip("needs libtpu: pip install -e '.[plan]'")
     (tmp_path / 'config.py').write_text(CONFIG)
     result = finish(start(arguments[0], f'--config={tmp_path}/config.py', *arguments[1:]))
     assert result.status == 2, result.text
@@ -270,7 +270,7 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: tuple[str, ...], told:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason="needs libtpu: pip install '.[plan]'")
+@pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason="needs libtpu: pip install -e '.[plan]'")
 def test_a_tpu_s_program_moves_what_is_counted_on_paper(tmp_path: Path) -> None:
     """The 1B model's widths on v5e:2x4, four layers: within 1.2 of the paper, no whole table gathered, and it fits."""
     command = [

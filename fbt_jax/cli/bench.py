@@ -3,7 +3,8 @@
   fbt bench --config=configs/fbt_1b.py --config.data.batch_size=8 --json=bench.json
 
 Times the train step on the devices present: by number of passes and for the mixture, with the model FLOP/s reached and
-MFU (causal attention counted once, recomputation not), memory, and the input pipeline's tokens per second.
+MFU (causal attention counted once, recomputation not), memory, and the input pipeline's tokens per second. `spread` is
+(slowest - fastest) / median.
 """
 
 import argparse
@@ -34,17 +35,20 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     from fbt_jax.data import open_data
     from fbt_jax.training.bench import bench
     from fbt_jax.training.loop import resolve
+    from fbt_jax.training.processes import settle_platform
     from fbt_jax.training.summary import GIB, table
 
+    settle_platform()
     data = open_data(config)
     config = resolve(config, data)
+    print(f'compiling, then {args.rounds} steps for each of {config.passes.pass_counts} passes ...', flush=True)
     result = bench(config, data, rounds=args.rounds)
     device = jax.devices()[0].device_kind
     print(f'{args.config} on {jax.device_count()} x {device}; {config.data.batch_size} rows of {config.data.seq_len}')
     rows = [('passes', 'median s', 'spread', 'tokens/s', 'model TFLOP/s', 'MFU')]
     for t in result.timings:
         name, spread = (str(t.passes), f'{t.spread:.0%}') if t.passes else ('mixture', '')
-        mfu = 'unknown' if t.mfu is None else f'{t.mfu:.1%}'
+        mfu = '-' if t.mfu is None else f'{t.mfu:.1%}'
         rows.append(
             (name, f'{t.seconds:.4f}', spread, f'{t.tokens_per_second:,.0f}', f'{t.flops_per_second / 1e12:.3f}', mfu)
         )

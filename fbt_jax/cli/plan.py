@@ -45,9 +45,11 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     from fbt_jax.training import plan
     from fbt_jax.training.chips import CHIPS, chip_of
     from fbt_jax.training.loop import resolve
+    from fbt_jax.training.processes import settle_platform
     from fbt_jax.training.topologies import chip_name, devices_of
 
     if args.here:
+        settle_platform()
         devices, chip = jax.devices(), chip_of(jax.devices()[0].device_kind)
     else:
         chip = CHIPS[chip_name(args.topology)]

@@ -99,13 +99,21 @@ def require_digests(leaves: dict[str, Any], manifest: dict[str, dict[str, Any]])
 
 
 def digests(leaves: dict[str, Any]) -> dict[str, int]:
-    """32-bit digest of the bits of each array, the same on every mesh; all are dispatched before one is read."""
+    """32-bit digest of the bits of each array, the same on every mesh.
+
+    One program for all: as one program an array, each with its sum over devices, they starved each other of threads on
+    CPU meshes (2 cores, 2 devices: stuck within 50 saves).
+    """
     with jax.enable_x64(True):  # numpy's 64-bit arrays must not be narrowed on the way
-        values = jax.device_get({name: _digest(leaf) for name, leaf in leaves.items()})
+        values = jax.device_get(_digests(leaves))
     return {name: int(value) for name, value in values.items()}
 
 
 @jax.jit
+def _digests(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: _digest(leaf) for name, leaf in leaves.items()}
+
+
 def _digest(x: jax.Array) -> jax.Array:
     """Sum over words of mix(word + f(position)) modulo 2**32, `mix` being murmur3's finaliser.
 

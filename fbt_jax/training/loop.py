@@ -18,7 +18,7 @@ import jax
 from tqdm import tqdm
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import Config, UserError
+from fbt_jax.config import Config, UserError, flat_keys
 from fbt_jax.data import Data, open_data
 from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step
 from fbt_jax.sharding import local_rows, make_mesh, place, require_divisible
@@ -27,7 +27,7 @@ from fbt_jax.training.checkpoint import Checkpoints, Loaded
 from fbt_jax.training.compiler import OPTIONS, make_setup, use_compilation_cache
 from fbt_jax.training.flops import peak_flops, train_flops
 from fbt_jax.training.optimizer import decay_start
-from fbt_jax.training.processes import is_primary, on_primary
+from fbt_jax.training.processes import agree, is_primary, on_primary
 from fbt_jax.training.run_folder import (
     claim_folder,
     enable_float64,
@@ -35,6 +35,7 @@ from fbt_jax.training.run_folder import (
     locked,
     record_config,
     require_path,
+    require_shared,
 )
 from fbt_jax.training.signals import Stopped, StopSignals
 from fbt_jax.training.step import StepMetrics, TrainState
@@ -79,10 +80,12 @@ def train(config: Config, workdir: str) -> None:
         enable_float64(config)
         data = open_data(config)
         config = resolve(config, data)
+        agree(flat_keys(config) | {'--workdir': str(Path(workdir).absolute()), 'data': data.fingerprint})
         use_compilation_cache(workdir)
         trainer = _Trainer(config, workdir, data, stop)  # all that a user may have got wrong is found before `locked`
         with locked(workdir):
             on_primary(lambda: claim_folder(workdir, config, data.fingerprint, say))
+            require_shared(workdir)
             with Checkpoints(workdir, config.training.keep_checkpoints) as checkpoints:
                 trainer.run(checkpoints)
 
@@ -255,7 +258,7 @@ class _Trainer:
         if step % self.config.training.log_every == 0 or step == self.config.training.steps:
             self.writer.write(self._train_row(step, values, seconds))
         self.bar.set_postfix_str(
-            f'loss {values.loss_K[0]:.3f}, passes {passes}, {tokens / seconds:,.0f} tokens/s', refresh=False
+            f'pass-1 loss {values.loss_K[0]:.3f}, passes {passes}, {tokens / seconds:,.0f} tokens/s', refresh=False
         )
         self.bar.update()
         if nonfinite:

@@ -208,39 +208,47 @@ def lines(config: Config, costs: list[Cost], chip: Chip | None, num_devices: int
         row('batch GiB', gib(lambda c: c.batch)),
         row('activations and temporaries GiB', gib(lambda c: c.activations)),
         row('peak GiB', gib(lambda c: c.peak)),
-        row(f'fits into {costs[0].memory / GIB:.0f} GiB', lambda c: 'yes' if c.fits else 'NO'),
-        row('model TFLOPs per device', lambda c: f'{c.model_flops / 1e12:.2f}'),
-        row('recomputed TFLOPs', lambda c: f'{c.recomputed_flops / 1e12:.2f}'),
-        row('optimizer TFLOPs', lambda c: f'{c.optimizer_flops / 1e12:.3f}'),
+        row('model TFLOPs per device', lambda c: f'{c.model_flops / 1e12:.3g}'),
+        row('recomputed TFLOPs', lambda c: f'{c.recomputed_flops / 1e12:.3g}'),
+        row('optimizer TFLOPs', lambda c: f'{c.optimizer_flops / 1e12:.3g}'),
         row('optimizer / model', lambda c: f'{c.optimizer_flops / c.model_flops:.1%}'),
-        row("compiler's TFLOPs (loop bodies once)", lambda c: f'{c.compiler_flops / 1e12:.2f}'),
+        row("compiler's TFLOPs (loop bodies once)", lambda c: f'{c.compiler_flops / 1e12:.3g}'),
     ]
-    for kind in KINDS:
-        rows.append(row(f'{kind} GB', lambda c, k=kind: f'{c.collectives[k] / 1e9:.3f}'))  # type: ignore[misc]
-        rows.append(row('  on paper', lambda c, k=kind: f'{c.on_paper[k] / 1e9:.3f}'))  # type: ignore[misc]
-    rows += [
-        row('all collectives GB', lambda c: f'{sum(c.collectives.values()) / 1e9:.3f}'),
-        row('  program / paper', lambda c: f'{ratio(c):.2f}'),
-        row('between slices GB', lambda c: f'{c.between_slices / 1e9:.3f}'),
-        row('largest all-gather, M elements', lambda c: f'{c.largest_all_gather / 1e6:.1f}'),
-    ]
+    if math.isfinite(costs[0].memory):
+        rows.insert(6, row(f'fits into {costs[0].memory / GIB:.0f} GiB', lambda c: 'yes' if c.fits else 'NO'))
+    if num_devices > 1:
+        rows += _collective_rows(row)
     if chip:
         rows += [
-            row('step s, communication hidden', lambda c: f'{c.seconds(chip)[0]:.3f}'),
-            row('step s, nothing hidden', lambda c: f'{c.seconds(chip)[1]:.3f}'),
-            row('M tokens per s', lambda c: f'{tokens / c.seconds(chip)[0] / 1e6:.2f}'),
+            row('step s, communication hidden', lambda c: f'{c.seconds(chip)[0]:.3g}'),
+            row('step s, nothing hidden', lambda c: f'{c.seconds(chip)[1]:.3g}'),
+            row('M tokens per s', lambda c: f'{tokens / c.seconds(chip)[0] / 1e6:.3g}'),
         ]
     rows.append(row('compiled in s', lambda c: f'{c.compile_seconds:.0f}'))
     out = table(rows)
     if chip:
         hidden, exposed = (s * config.training.steps / 86_400 for s in costs[-1].seconds(chip))
         out += [
-            f'{config.training.steps:,} steps, {config.training.steps * tokens / 1e9:,.1f}B tokens, '
+            f'{config.training.steps:,} steps, {config.training.steps * tokens / 1e9:,.4g}B tokens, '
             f'{expected_passes(config.passes, config.training.steps):.3f} passes each on average: '
-            f'{hidden:.1f} to {exposed:.1f} days, {hidden * 24 * num_devices:,.0f} to '
-            f'{exposed * 24 * num_devices:,.0f} device-hours at the roofline',
+            f'{hidden:.2g} to {exposed:.2g} days, {hidden * 24 * num_devices:,.3g} to '
+            f'{exposed * 24 * num_devices:,.3g} device-hours at the roofline',
         ]
     return out
+
+
+def _collective_rows(row: Callable[[str, Callable[[Cost], str]], tuple[str, ...]]) -> list[tuple[str, ...]]:
+    rows = []
+    for kind in KINDS:
+        rows.append(row(f'{kind} GB', lambda c, k=kind: f'{c.collectives[k] / 1e9:.3g}'))  # type: ignore[misc]
+        rows.append(row('  on paper', lambda c, k=kind: f'{c.on_paper[k] / 1e9:.3g}'))  # type: ignore[misc]
+    return [
+        *rows,
+        row('all collectives GB', lambda c: f'{sum(c.collectives.values()) / 1e9:.3g}'),
+        row('  program / paper', lambda c: f'{ratio(c):.2f}'),
+        row('between slices GB', lambda c: f'{c.between_slices / 1e9:.3g}'),
+        row('largest all-gather, M elements', lambda c: f'{c.largest_all_gather / 1e6:.3g}'),
+    ]
 
 
 def ratio(cost: Cost) -> float:

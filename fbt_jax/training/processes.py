@@ -6,13 +6,14 @@ wait for peers; the others see a broken collective or, where they wait for somet
 end with a non-zero status within HEARTBEAT_SECONDS and a few more.
 """
 
+import json
 import os
 import sys
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -25,7 +26,16 @@ START_SECONDS = 300  # for all processes to appear
 _BY_HAND = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 _MESSAGE_BYTES = 4096
 
-T = TypeVar('T')
+
+def settle_platform() -> None:
+    """With libtpu installed (for `fbt plan`) but neither TPU nor GPU, JAX would look for a TPU, loudly: use the CPU."""
+    accelerated = _tpu_here() or Path('/dev/nvidia0').exists()
+    if find_spec('libtpu') and not accelerated and not jax.config.jax_platforms:  # type: ignore[attr-defined]
+        jax.config.update('jax_platforms', 'cpu')
+
+
+def _tpu_here() -> bool:
+    return any(Path(p).exists() for p in ('/dev/accel0', '/dev/vfio/0'))
 
 
 def join() -> None:
@@ -39,6 +49,7 @@ def join() -> None:
     Raises:
       UserError: only some of the three are set, or they are no numbers.
     """
+    settle_platform()
     given = [name for name in _BY_HAND if os.environ.get(name)]
     seconds = int(os.environ.get('FBT_START_SECONDS', START_SECONDS))
     if given:
@@ -54,7 +65,7 @@ def join() -> None:
         arguments = {'num_processes': count, 'process_id': index, 'cluster_detection_method': 'deactivate'}
     elif int(os.environ.get('SLURM_STEP_NUM_TASKS', 1)) > 1:
         where, what, arguments = 'the first Slurm node', f'{os.environ["SLURM_STEP_NUM_TASKS"]} Slurm tasks', {}
-    elif find_spec('libtpu') and any(Path(p).exists() for p in ('/dev/accel0', '/dev/vfio/0')):
+    elif find_spec('libtpu') and _tpu_here():
         where, what, arguments = 'the first TPU host', 'all hosts of the TPU slice', {}
     else:
         return
@@ -95,14 +106,42 @@ def on_primary(work: Callable[[], None]) -> None:
             work()
         except (UserError, RuntimeError) as error:
             failure = error
-    kind = 0 if failure is None else 1 if isinstance(failure, UserError) else 2
-    text = str(failure or '').encode()[: _MESSAGE_BYTES - 1]
-    sent = np.zeros(_MESSAGE_BYTES, np.uint8)
-    sent[: len(text) + 1] = np.frombuffer(bytes([kind]) + text, np.uint8)
-    got = bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes())
-    if got[0]:
-        message = got[1:].rstrip(b'\0').decode(errors='replace')
-        raise UserError(message) if got[0] == 1 else RuntimeError(message)
+    kind = '' if failure is None else 'user' if isinstance(failure, UserError) else 'run'
+    kind, _, message = _from_primary(f'{kind} {failure or ""}').partition(' ')
+    if kind:
+        raise UserError(message) if kind == 'user' else RuntimeError(message)
+
+
+def agree(settings: dict[str, Any]) -> None:
+    """Raises UserError on all processes, naming the keys, unless each was given the same settings (flat, JSON)."""
+    if jax.process_count() == 1:
+        return
+    ours = json.dumps(settings)
+    theirs = json.loads(_from_primary(ours))
+    different = [
+        f'{key} = {value!r}, but {theirs.get(key)!r} on process 0'
+        for key, value in json.loads(ours).items()
+        if value != theirs.get(key)
+    ]
+    text = f'process {jax.process_index()} was started with {"; ".join(different[:3])}' if different else ''
+    told = [t for t in (_decoded(row) for row in multihost_utils.process_allgather(_encoded(text))) if t]
+    if told:
+        raise UserError(told[0])
+
+
+def _from_primary(text: str) -> str:
+    """The primary's `text`, on all."""
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text.encode()))))
+    return _decoded(multihost_utils.broadcast_one_to_all(_encoded(text, length)))
+
+
+def _encoded(text: str, length: int = _MESSAGE_BYTES) -> np.ndarray:
+    """`length` bytes, filled up with zeros: what processes exchange must have one size."""
+    return np.frombuffer(text.encode()[:length].ljust(length, b'\0'), np.uint8)
+
+
+def _decoded(data: Any) -> str:
+    return np.asarray(data, np.uint8).tobytes().rstrip(b'\0').decode(errors='replace')
 
 
 def everywhere(ok: bool) -> bool:

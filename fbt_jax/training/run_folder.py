@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +26,11 @@ from fbt_jax.data.tokenizer import Tokenizer
 from fbt_jax.model.transformer import Transformer, param_specs
 from fbt_jax.sharding import make_mesh, named, require_divisible
 from fbt_jax.training.checkpoint import load_tree
-from fbt_jax.training.processes import on_primary
+from fbt_jax.training.processes import everywhere, on_primary
 
 FIXED_SECTIONS = ('seed', 'data', 'model', 'init')
 FREE_KEYS = ('model.attention', 'model.remat', 'model.fp32_gradient_reduction')  # how, not what, is computed
+SHARED_SECONDS = 10  # for a network disk to show a new file
 PACKAGES = ('fbt-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 
 
@@ -86,6 +88,16 @@ def require_data(workdir: str, fingerprint: str) -> None:
     """Raises UserError unless the run in `workdir` was trained on these documents, with this tokenizer."""
     if _read_record(workdir)['data_fingerprint'] != fingerprint:
         raise UserError(f'{workdir} holds a run of other data: the documents or the tokenizer changed since it began')
+
+
+def require_shared(workdir: str) -> None:
+    """UserError unless every process sees the config.json that the primary has just written or found."""
+    path = Path(workdir) / 'config.json'
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if not everywhere(path.exists()):
+        raise UserError(f'--workdir={workdir}: not all processes see the same folder; it must be on a shared disk')
 
 
 def require_path(workdir: str) -> None:

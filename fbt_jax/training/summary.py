@@ -24,7 +24,8 @@ def mesh_lines(mesh: Mesh, options: dict[str, Any]) -> list[str]:
     """The mesh and the compiler's options."""
     kind = mesh.devices.flat[0].device_kind
     sizes = ', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
-    lines = [f'{mesh.size} x {kind} in {jax.process_count()} processes; mesh: {sizes}']
+    count = jax.process_count()
+    lines = [f'{mesh.size} x {kind} in {count} process{"" if count == 1 else "es"}; mesh: {sizes}']
     return [*lines, f'compiler options: {", ".join(f"{k}={v}" for k, v in options.items())}'] if options else lines
 
 
@@ -50,14 +51,15 @@ def parameter_table(setup: Setup) -> list[str]:
         counts[group] = counts.get(group, 0) + leaf.size
         placed[group] = placed.get(group, 0) + place.bytes_per_device
     labels = {'matrix': 'NorMuon', 'fusion': 'NorMuon, frozen in steps of one pass', 'adam': 'Adam'}
-    totals = [f'{g} {n:,} ({labels[g]}; {placed[g] / GIB:.4f} GiB per device)' for g, n in counts.items()]
-    whole_bytes = sum(p.bytes for p in lies if p.replicated) / sum(p.bytes for p in lies)
-    return [
-        *table(rows),
-        f'{sum(counts.values()):,} parameters: {", ".join(totals)}',
-        f'{whole_bytes:.2%} of their bytes lie undivided on devices that could share them (at most '
-        f'{MAX_REPLICATED:.0%})',
-    ]
+    totals = [f'{g} {n:,} ({labels[g]}; {placed[g] / 2**20:.1f} MiB per device)' for g, n in counts.items()]
+    lines = [*table(rows), f'{sum(counts.values()):,} parameters: {", ".join(totals)}']
+    if setup.mesh.size > 1:
+        share = sum(p.bytes for p in lies if p.replicated) / sum(p.bytes for p in lies)
+        lines.append(
+            f"whole: undivided on devices that could share it, {share:.2%} of the parameters' bytes (at most "
+            f'{MAX_REPLICATED:.0%})'
+        )
+    return lines
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -1,7 +1,7 @@
 """Accelerators that are not there: device topologies to compile for ahead of time, by name.
 
 `v5e:8x8` is a TPU slice by the shape of its torus (libtpu compiles for it on a machine without TPU; `pip install
-'.[plan]'`), `h100:8` eight GPUs, up to eight of them in one host (the CUDA plugin compiles for a described GPU;
+-e '.[plan]'`), `h100:8` eight GPUs, up to eight of them in one host (the CUDA plugin compiles for a described GPU;
 `.[plan-gpu]`).
 """
 
@@ -73,7 +73,9 @@ def devices_of(topology: str, slices: int) -> Sequence[Any]:
             raise
         extra = 'plan' if chip in TPU_SHAPES else 'plan-gpu'
         text = str(error).splitlines()[0][:300]
-        raise UserError(f"--topology={topology}: cannot compile for it (pip install '.[{extra}]'?): {text}") from error
+        raise UserError(
+            f"--topology={topology}: cannot compile for it (pip install -e '.[{extra}]'?): {text}"
+        ) from error
 
 
 def _find_ptxas() -> None:
