@@ -137,7 +137,7 @@ def require_divisible(config: Config, mesh: Mesh) -> None:
         ('length', 'data.seq_len', config.data.seq_len),
         *_model_dimensions(m),
     ]
-    _require_divisible(dimensions, dict(mesh.shape))
+    _require_divisible(dimensions, dict(mesh.shape), config.mesh.slices)
 
 
 def _model_dimensions(m: ModelConfig) -> list[tuple[str, str, int]]:
@@ -151,20 +151,22 @@ def _model_dimensions(m: ModelConfig) -> list[tuple[str, str, int]]:
     ]
 
 
-def _require_divisible(dimensions: list[tuple[str, str, int]], shape: dict[str, int]) -> None:
+def _require_divisible(dimensions: list[tuple[str, str, int]], shape: dict[str, int], slices: int) -> None:
     def failing(sizes: dict[str, int]) -> Iterable[tuple[str, str, int]]:
         return (d for d in dimensions if d[2] % math.prod(sizes[axis] for axis in RULES[d[0]]))
 
     for logical, what, size in failing(shape):
         axes = [axis for axis in RULES[logical] if shape[axis] > 1]
+        names = {axis: f'slices x mesh.{axis}' if axis == 'data' and slices > 1 else f'mesh.{axis}' for axis in axes}
+        devices = math.prod(shape.values())
         legal = {
-            axis: [n for n in range(1, math.prod(shape.values()) + 1) if not any(failing(shape | {axis: n}))]
+            axis: [n for n in range(1, devices + 1) if devices % n == 0 and not any(failing(shape | {axis: n}))]
             for axis in axes
         }
-        options = '; '.join(f'mesh.{axis}: {", ".join(map(str, n)) or "none"}' for axis, n in legal.items())
+        options = '; '.join(f'{names[axis]}: {", ".join(map(str, n)) or "none"}' for axis, n in legal.items())
         raise UserError(
-            f'{" x ".join(f"mesh.{axis}" for axis in axes)} = {" x ".join(str(shape[axis]) for axis in axes)}: '
-            f'{what} = {size} must be divisible by it; with the other axes as they are, legal sizes are {options}'
+            f'{" x ".join(names.values())} = {" x ".join(str(shape[axis]) for axis in axes)}: {what} = {size} must be '
+            f'divisible by it; legal sizes are {options} (another axis takes the rest of the {devices} devices)'
         )
 
 

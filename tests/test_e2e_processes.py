@@ -186,6 +186,26 @@ def test_a_missing_peer_is_told(config: Path, tmp_path: Path) -> None:
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize(
+    ('change', 'told'),
+    [
+        ('--config.seed=4', 'seed = 4, but 3 on process 0'),
+        ('--config.mesh.tensor=2', 'mesh.tensor = 2, but 1 on process 0'),
+        ('--workdir={}/other', "--workdir = '{0}/other', but '{0}/run' on process 0"),
+    ],
+)
+def test_processes_started_differently_are_told_and_leave(config: Path, tmp_path: Path, change: str, told: str) -> None:
+    command = ('train', f'--config={config}', f'--workdir={tmp_path}/run')
+    both = [
+        start(*command, *arguments, extra=extra)
+        for arguments, extra in zip(((), (change.format(tmp_path),)), environments(2), strict=True)
+    ]
+    for result in finish_all(both, timeout=60):
+        assert result.status == 2, result.text
+        assert f'process 1 was started with {told.format(tmp_path)}\n' in result.err + '\n'
+    assert not (tmp_path / 'run').exists()
+
+
 def test_global_batches_do_not_depend_on_the_processes() -> None:
     """Hashes of the first 5, gathered from 1, 2 and 4 processes."""
     found = {}

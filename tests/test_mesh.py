@@ -24,6 +24,7 @@ from fbt_jax.evaluation.per_pass import evaluate_passes, make_eval_step
 from fbt_jax.model.transformer import Transformer, init_params, param_specs
 from fbt_jax.sharding import make_mesh, named
 from fbt_jax.training.compiler import make_setup
+from fbt_jax.training.integrity import digests
 from fbt_jax.training.loop import validation_batches
 
 MESH_RUNS = Path(__file__).parent / 'mesh_runs.py'
@@ -188,3 +189,19 @@ def test_evaluation_depends_on_neither_devices_nor_batch_size() -> None:
             np.testing.assert_allclose(
                 np.sum(got[name], axis=-1), np.sum(alone[name], axis=-1), rtol=1e-6, err_msg=f'{where}: {name}'
             )
+
+
+# Digests of checkpoints
+
+
+def digests_of_many_saves() -> list[dict[str, int]]:
+    """40 small arrays split over two devices, again and again: a save's pattern, which once starved a CPU of threads."""
+    mesh = make_mesh(MeshConfig(), jax.devices()[:2])
+    arrays = {str(i): np.random.default_rng(i).normal(size=(8, 16)).astype(np.float32) for i in range(40)}
+    split = jax.device_put(arrays, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('fsdp')))
+    return [digests(arrays), *(digests(split) for _ in range(200))]
+
+
+def test_digests_of_split_arrays_are_those_of_whole_ones_however_often() -> None:
+    whole, *split = on_devices(digests_of_many_saves, count=2)
+    assert all(found == whole for found in split)

@@ -249,7 +249,7 @@ def test_plan_and_bench_here(tmp_path: Path) -> None:
     ('arguments', 'told'),
     [
         (('plan', '--topology=v5e:3x3'), '--topology=v5e:3x3: must be one of'),
-        (('plan', '--topology=v5e:2x4', '--config.mesh.tensor=3'), 'these make 3 devices, but there are 8'),
+        (('plan', '--topology=v5e:2x4', '--config.mesh.tensor=3'), 'needs a multiple of 3 devices, but there are 8'),
         (('plan', '--here', '--tries=0'), '--tries=0: must be at least 1'),
         (('plan',), 'one of the arguments --topology --here is required'),
         (

@@ -125,23 +125,19 @@ def test_mesh_shape(config: MeshConfig, devices: int, shape: tuple[int, ...]) ->
     [
         (
             MeshConfig(data=3),
-            'mesh.* = data=3, fsdp=-1, tensor=1, context=1, slices=1: these make 3 devices, but there are 8; '
-            'they must divide that number',
+            'mesh of slices=1, data=3, fsdp=-1, tensor=1, context=1: needs a multiple of 3 devices, but there are 8',
         ),
         (
             MeshConfig(data=2, fsdp=2),
-            'mesh.* = data=2, fsdp=2, tensor=1, context=1, slices=1: these make 4 devices, but there are 8; '
-            'they must be that number',
+            'mesh of slices=1, data=2, fsdp=2, tensor=1, context=1: needs 4 devices, but there are 8',
         ),
         (
             MeshConfig(fsdp=16),
-            'mesh.* = data=1, fsdp=16, tensor=1, context=1, slices=1: these make 16 devices, but there are 8; '
-            'they must be that number',
+            'mesh of slices=1, data=1, fsdp=16, tensor=1, context=1: needs 16 devices, but there are 8',
         ),
         (
             MeshConfig(slices=3, fsdp=-1),
-            'mesh.* = data=1, fsdp=-1, tensor=1, context=1, slices=3: these make 3 devices, but there are 8; '
-            'they must divide that number',
+            'mesh of slices=3, data=1, fsdp=-1, tensor=1, context=1: needs a multiple of 3 devices, but there are 8',
         ),
     ],
 )
@@ -196,7 +192,7 @@ def test_require_divisible_names_exactly_the_sizes_that_do() -> None:
         by_axis = dict(zip(MESH_AXES, sizes, strict=True))
         for axis, options in listed:
             trials = range(1, math.prod(sizes) + 1)
-            expected = [n for n in trials if fits(**(by_axis | {axis: n}))]
+            expected = [n for n in trials if math.prod(sizes) % n == 0 and fits(**(by_axis | {axis: n}))]
             assert options == (', '.join(map(str, expected)) or 'none'), (sizes, text)
     assert refused > 500
 
@@ -206,13 +202,19 @@ def test_require_divisible_in_words() -> None:
         require_divisible(SMALL, mesh_of(2, 4, 1, 1))
     assert str(info.value) == (
         'mesh.data x mesh.fsdp = 2 x 4: data.batch_size / training.microbatches = 12 must be divisible by it; '
-        'with the other axes as they are, legal sizes are mesh.data: 1, 3; mesh.fsdp: 1, 2, 3, 6'
+        'legal sizes are mesh.data: 1; mesh.fsdp: 1, 2 (another axis takes the rest of the 8 devices)'
     )
     with pytest.raises(UserError) as info:
         require_divisible(SMALL, mesh_of(1, 1, 4, 1))
     assert str(info.value) == (
         'mesh.tensor = 4: model.num_kv_heads = 6 must be divisible by it; '
-        'with the other axes as they are, legal sizes are mesh.tensor: 1, 2, 3'
+        'legal sizes are mesh.tensor: 1, 2 (another axis takes the rest of the 4 devices)'
+    )
+    with pytest.raises(UserError) as info:
+        require_divisible(dataclasses.replace(SMALL, mesh=MeshConfig(slices=2)), mesh_of(8, 1, 1, 1))
+    assert str(info.value) == (
+        'slices x mesh.data = 8: data.batch_size / training.microbatches = 12 must be divisible by it; '
+        'legal sizes are slices x mesh.data: 1, 2, 4 (another axis takes the rest of the 8 devices)'
     )
 
 
