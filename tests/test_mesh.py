@@ -195,7 +195,7 @@ def test_evaluation_depends_on_neither_devices_nor_batch_size() -> None:
 
 
 def digests_of_many_saves() -> list[dict[str, int]]:
-    """40 small arrays split over two devices, again and again: a save's pattern, which once starved a CPU of threads."""
+    """40 small arrays split over two devices, again and again: what saves do, and once starved a CPU of threads."""
     mesh = make_mesh(MeshConfig(), jax.devices()[:2])
     arrays = {str(i): np.random.default_rng(i).normal(size=(8, 16)).astype(np.float32) for i in range(40)}
     split = jax.device_put(arrays, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('fsdp')))
