@@ -12,6 +12,7 @@ run; shapes and parameter counts are tested, and it was compiled for TPUs (`fbt 
     v5p:4x4x4             32  fsdp=32 tensor=2               5.67   0.20 to 0.32
     v5e:16x16            128  data=2 fsdp=64 tensor=2        5.77   0.46 to 0.72
     v6e:16x16            128  data=2 fsdp=64 tensor=2        5.60   0.12 to 0.22
+    v5e:8x8, two slices  128  data=2 fsdp=32                 7.44   0.92 to 1.18
 
 `per_layer`, the default here, needs less memory and a third more time.
 """
