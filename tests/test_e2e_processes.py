@@ -97,7 +97,8 @@ def unbroken(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Result]]:
     """Two processes, of which the one that is not the primary gets SIGKILL in mid-run."""
     workdir = tmp_path_factory.mktemp('killed') / 'run'
-    return workdir, signalled(train_all(2, config, workdir), train_rows_written(workdir, 17), signal.SIGKILL, [1])
+    saved, far = checkpoint_done(workdir, 14), train_rows_written(workdir, 17)
+    return workdir, signalled(train_all(2, config, workdir), lambda: saved() and far(), signal.SIGKILL, [1])
 
 
 @pytest.fixture(scope='module')
