@@ -101,12 +101,16 @@ def require_digests(leaves: dict[str, Any], manifest: dict[str, dict[str, Any]])
 def digests(leaves: dict[str, Any]) -> dict[str, int]:
     """32-bit digest of the bits of each array, the same on every mesh.
 
-    One program for all: as one program an array, each with its sum over devices, they starved each other of threads on
-    CPU meshes (2 cores, 2 devices: stuck within 50 saves).
+    One program for all that lie on the same devices: as one program an array, each with its sum over devices, they
+    starved each other of threads on CPU meshes (2 cores, 2 devices: stuck within 50 saves).
     """
+    together: dict[Any, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        devices = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
+        together.setdefault(devices, {})[name] = leaf
     with jax.enable_x64(True):  # numpy's 64-bit arrays must not be narrowed on the way
-        values = jax.device_get(_digests(leaves))
-    return {name: int(value) for name, value in values.items()}
+        values = [jax.device_get(_digests(group)) for group in together.values()]
+    return {name: int(value) for group in values for name, value in group.items()}
 
 
 @jax.jit
