@@ -205,3 +205,36 @@ def digests_of_many_saves() -> list[dict[str, int]]:
 def test_digests_of_split_arrays_are_those_of_whole_ones_however_often() -> None:
     whole, *split = on_devices(digests_of_many_saves, count=2)
     assert all(found == whole for found in split)
+
+
+# Rematerialisation
+
+
+def temporaries_by_policy() -> dict[str, int]:
+    """Bytes that a device holds in a step of two passes over ten layers, split along every axis but `data`."""
+    model = ModelConfig(
+        vocab_size=128, width=32, num_layers=10, num_heads=4, num_kv_heads=2, mlp_width=128, window=0
+    )  # fmt: skip
+    found = {}
+    for remat in ('nothing', 'dots', 'per_layer', 'per_pass'):
+        config = Config(
+            data=DataConfig('austen', 'bytes', seq_len=64, batch_size=16),
+            model=dataclasses.replace(model, remat=remat),
+            passes=PassesConfig(phases=((0, (0.0, 1.0)),)),
+            mesh=MeshConfig(1, 1, 2, 2, 2),
+        )
+        compiled = make_setup(config, make_mesh(config.mesh)).compile(config)
+        found[remat] = compiled.memory_analysis().temp_size_in_bytes
+    return found
+
+
+@pytest.mark.slow
+def test_policies_differ_on_a_mesh() -> None:
+    """`dots` keeps the products of every layer, which `per_layer` doesn't; the others lie on either side."""
+    found = on_devices(temporaries_by_policy)
+    state = 16 // 2 * 64 // 2 * 4  # rows and positions of a device, bytes
+    # q, k, v and two MLP products split over tensor, both outputs and the gates: 10 layers, 2 passes.
+    products = 10 * 2 * state * ((32 + 2 * 16 + 2 * 128 + 4) / 2 + 2 * 32)
+    assert found['dots'] - found['per_layer'] > 0.7 * products
+    assert found['nothing'] > found['dots']
+    assert found['per_pass'] < found['per_layer']

@@ -14,6 +14,7 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from fbt_jax.config import ModelConfig, UserError
 from fbt_jax.model.attention import attention, resolve_implementation, rope
@@ -23,14 +24,21 @@ from fbt_jax.model.feedback import Fusion
 from fbt_jax.sharding import constrain, parameter_specs
 
 MASKED_LOGIT = -1e30  # of the rows that only pad the vocabulary: exp(MASKED_LOGIT - max) is exactly 0
+# The name that policies know products by. Not jax's policies for dots: they don't look into `shard_map`.
+PRODUCT = 'product'
 # `model.remat`: what the backward pass of the layer scan recomputes. None: nothing is recomputed. `per_pass` recomputes
 # each whole pass (in passes.py) and within it each layer; `offload` keeps products in the host's memory.
 REMAT_POLICIES = {
     'nothing': None,
-    'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    'dots': jax.checkpoint_policies.save_only_these_names(PRODUCT),
     'per_layer': jax.checkpoint_policies.nothing_saveable,
     'per_pass': jax.checkpoint_policies.nothing_saveable,
-    'offload': jax.checkpoint_policies.offload_dot_with_no_batch_dims('device', 'pinned_host'),
+    'offload': jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[PRODUCT],
+        offload_src='device',
+        offload_dst='pinned_host',
+    ),
 }
 
 
@@ -71,7 +79,8 @@ def dense(config: ModelConfig, x_BTi: jax.Array, **outputs: tuple[int, Axes]) ->
     )
     axes = tuple(axes for _, axes in outputs.values())
     x_BTi = x_BTi.astype(compute_dtype(config))
-    return list(products(x_BTi, kernels, axes, fp32_gradient_reduction=config.fp32_gradient_reduction))
+    ys = products(x_BTi, kernels, axes, fp32_gradient_reduction=config.fp32_gradient_reduction)
+    return [checkpoint_name(y, PRODUCT) for y in ys]
 
 
 class Block(nn.Module):

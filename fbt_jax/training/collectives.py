@@ -169,8 +169,9 @@ def on_paper(config: Config, mesh: dict[str, int], *, passes: int, element_bytes
     state = rows * length * m.width * b  # bytes of one device's activations
     f, t, c = (split - 1) / split, (tensor - 1) / tensor, (context - 1) / context
     again = m.remat == 'per_pass'
-    # Forward passes of a layer beyond the first; even `dots`, which keeps products, repeats what follows them.
-    recomputed = (m.remat != 'nothing') + again
+    # How often a layer's attention, and its products, are computed again: `dots` keeps products alone.
+    attended = (m.remat != 'nothing') + again
+    recomputed = (m.remat in ('per_layer', 'per_pass')) + again
     reduce_bytes = 4 if m.fp32_gradient_reduction else b
     total: dict[str, float] = dict.fromkeys(KINDS, 0.0)
 
@@ -187,10 +188,10 @@ def on_paper(config: Config, mesh: dict[str, int], *, passes: int, element_bytes
         keys = rows * length * 2 * kv_width / tensor * b
         behind = min(context - 1, -(-(window - 1) // int(length))) if window else context - 1
         if behind == context - 1:
-            total['all-gather'] += passes * keys * context * c * (1 + recomputed)
+            total['all-gather'] += passes * keys * context * c * (1 + attended)
             total['reduce-scatter'] += passes * keys * context * c
         else:
-            total['collective-permute'] += passes * keys * behind * (2 + recomputed)
+            total['collective-permute'] += passes * keys * behind * (2 + attended)
     total['all-reduce'] += passes * m.num_layers * state * 2 * t * (4 + recomputed)
     total['all-reduce'] += passes * state * 2 * t * (2 + 4 / b)  # the embeddings; the loss's gradient in float32
     if fusion:
