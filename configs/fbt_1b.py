@@ -4,17 +4,17 @@
 
 Hardware: accelerators; 1.065B parameters in float32 with momentum need about 9 GB for parameters and optimizer
 state. 762,940 steps of 32 x 8192 tokens are 200B tokens; `progressive_75_22_3` makes them 256B token-passes. Not yet
-run; shapes and parameter counts are tested, and it was compiled for TPUs (`fbt plan`). Fastest of the meshes that
-`fbt plan --sweep` compiled, all with model.remat=dots (two to four tries each, three-pass step, roofline):
+run; shapes and parameter counts are tested, and it was compiled for TPUs (`fbt plan`). The fastest that fits of what
+`fbt plan --sweep` and single plans compiled; three-pass step, roofline:
 
-    slice               rows  mesh                       peak GiB   step s, communication hidden to exposed
-    v5e:8x8               32  fsdp=32 tensor=2               5.65   0.46 to 0.70
-    v5p:4x4x4             32  fsdp=32 tensor=2               5.67   0.20 to 0.32
-    v5e:16x16            128  data=2 fsdp=64 tensor=2        5.77   0.46 to 0.72
-    v6e:16x16            128  data=2 fsdp=64 tensor=2        5.60   0.12 to 0.22
-    v5e:8x8, two slices  128  data=2 fsdp=32                 7.44   0.92 to 1.18
+    slice               rows  mesh                       remat      peak GiB   s, communication hidden to exposed
+    v5e:8x8               32  fsdp=32 tensor=2           per_layer      5.65   0.62 to 0.85
+    v5p:4x4x4             32  fsdp=32 tensor=2           dots          26.42   0.20 to 0.30
+    v5e:16x16            128  data=2 fsdp=64 tensor=2    per_layer      5.77   0.61 to 0.87
+    v6e:16x16            128  data=2 fsdp=64 tensor=2    dots          25.55   0.10 to 0.20
+    v5e:8x8, two slices  128  data=2 fsdp=32             per_layer      1.22   1.48 to 1.48
 
-`per_layer`, the default here, needs less memory and a third more time.
+With `dots` the v5e meshes need 20 GiB and more for temporaries alone.
 """
 
 from ml_collections import ConfigDict
