@@ -12,7 +12,7 @@ run; shapes and parameter counts are tested, and it was compiled for TPUs (`fbt 
     v5p:4x4x4             32  fsdp=32 tensor=2           dots          26.42   0.20 to 0.30
     v5e:16x16            128  data=2 fsdp=64 tensor=2    per_layer      5.77   0.61 to 0.87
     v6e:16x16            128  data=2 fsdp=64 tensor=2    dots          25.55   0.10 to 0.20
-    v5e:8x8, two slices  128  data=2 fsdp=32             per_layer      1.22   1.48 to 1.48
+    v5e:8x8, two slices  128  data=2 fsdp=32             per_layer      7.43   1.22 to 1.48
 
 With `dots` the v5e meshes need 20 GiB and more for temporaries alone.
 """
