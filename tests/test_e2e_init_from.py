@@ -169,6 +169,7 @@ def test_data_goes_on_while_the_schedule_restarts(config: Path, source: Path, tm
     assert {name: leaf for name, leaf in named(bits, 'params').items() if '/fusion/' not in name} == theirs
 
 
+@pytest.mark.slow
 def test_a_killed_start_begins_again_and_a_resume_needs_no_source(
     config: Path, source: Path, finished: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -367,6 +367,7 @@ def check_fields(row: dict, *, text: bool, eval_passes: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(config: Path, tmp_path: Path) -> None:
     """The run's folder keeps the compiled step; the first step comes right after compilation, told in seconds."""
     workdir, extra = tmp_path / 'run', {'JAX_COMPILATION_CACHE_DIR': ''}
