@@ -24,19 +24,10 @@ from fbt_jax.model import attention as module
 from fbt_jax.model import flash, splash
 from fbt_jax.model.attention import attention, first_visible, resolve_implementation
 from fbt_jax.sharding import make_mesh, mesh_axes
+from fbt_jax.training.topologies import devices_of
 
 Array = np.ndarray
 NAMES = ('out', 'dq', 'dk', 'dv')
-TPU_ENV = {
-    'TPU_SKIP_MDS_QUERY': '1',
-    'TPU_WORKER_HOSTNAMES': 'localhost',
-    'TPU_WORKER_ID': '0',
-    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
-    'TPU_STDERR_LOG_LEVEL': '3',
-    'TPU_MIN_LOG_LEVEL': '3',
-    'TF_CPP_MIN_LOG_LEVEL': '3',
-    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-}
 
 
 def random_documents(rng: np.random.Generator, rows: int, seq_len: int) -> Array:
@@ -238,7 +229,7 @@ def test_on_meshes() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='needs libtpu, to compile for TPU without one')
 def test_compiles_for_tpu_ahead_of_time() -> None:
-    out = in_own_process('tpu', **TPU_ENV)
+    out = in_own_process('tpu')
     assert out.count('ok') == len(TPU_CASES), out
 
 
@@ -294,9 +285,7 @@ def _run_on_meshes() -> None:
 
 
 def _compile_for_tpu() -> None:
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(topology_name='v5e:2x4', platform='tpu').devices
+    devices = devices_of('v5e:2x4', slices=1)
     for width, sizes, window in TPU_CASES:
         mesh = make_mesh(MeshConfig(1, *sizes), devices)
         layout, ids_layout = _layouts(mesh)

@@ -1,6 +1,6 @@
 """Rows split over `context`: what attention.py does with keys and values against a ring of them, the same blocks.
 
-attention.py (`fetch`) gathers them from all devices or, within a window, takes them from the nearest ones before.
+attention.py gathers them from all devices or, within a window, takes them from the nearest ones before.
 
     python tests/benchmarks/context_cost.py [--rounds=5]
 
@@ -12,38 +12,28 @@ their log-sum-exp; steps that no window reaches are left out.
 
 import os
 
-ENV = {
-    'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-    'TPU_SKIP_MDS_QUERY': '1',
-    'TPU_WORKER_HOSTNAMES': 'localhost',
-    'TPU_WORKER_ID': '0',
-    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
-    'TPU_STDERR_LOG_LEVEL': '3',
-    'TPU_MIN_LOG_LEVEL': '3',
-    'TF_CPP_MIN_LOG_LEVEL': '3',
-}
-os.environ.update(ENV)  # read when jax is imported
+os.environ |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=8'}  # before jax
 
-import argparse  # noqa: E402
-import importlib.util  # noqa: E402
-import math  # noqa: E402
-import re  # noqa: E402
-import statistics  # noqa: E402
-import time  # noqa: E402
-from collections import Counter  # noqa: E402
-from functools import partial  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import importlib.util
+import math
+import re
+import statistics
+import time
+from collections import Counter
+from functools import partial
+from typing import Any
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
-from fbt_jax.config import MeshConfig  # noqa: E402
-from fbt_jax.model import flash  # noqa: E402
-from fbt_jax.model.attention import attention, first_visible  # noqa: E402
-from fbt_jax.sharding import axis_size, make_mesh, mesh_axes  # noqa: E402
+from fbt_jax.config import MeshConfig
+from fbt_jax.model import flash
+from fbt_jax.model.attention import attention, first_visible
+from fbt_jax.sharding import axis_size, make_mesh, mesh_axes
+from fbt_jax.training.topologies import devices_of
 
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'collective-permute', 'all-to-all')
 
@@ -201,9 +191,7 @@ def measure(context: int, window: int, rounds: int) -> None:
 
 
 def peaks(context: int, seq_len: int, window: int) -> None:
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(topology_name='v5e:2x4', platform='tpu').devices
+    devices = devices_of('v5e:2x4', slices=1)
     mesh = make_mesh(MeshConfig(fsdp=8 // context, context=context), devices)
     shape = (8 // context, seq_len, 16, 8, 96, window)
     programs = {
