@@ -1,22 +1,17 @@
 """Configuration: typed, frozen, validated. Imports no jax, so that `fbt --help` and bad input stay fast.
 
-A config file under `configs/` has `get_config()`, which returns a locked `ml_collections.ConfigDict` (start from
-`default_config()`); `--config.section.key=value` overrides it; `from_config_dict` turns it into the dataclasses
-below, strictly: every key must exist, have the right type and pass its check, or one UserError names the key, its
-value and what is allowed. Defaults are the paper's 1B recipe (method.md section 6); lengths are in tokens, rates per
-optimizer step.
+A config file under `configs/` returns a locked `ml_collections.ConfigDict` (start from `default_config()`), see
+config_file.py; `from_dict` turns what it says into the dataclasses below, strictly: every key must exist, have the
+right type and pass its check, or one UserError names the key, its value and what is allowed. Defaults are the paper's
+1B recipe (method.md section 6); lengths are in tokens, rates per optimizer step.
 """
 
-import ast
 import dataclasses
 import difflib
 import itertools
 import math
-import re
-import runpy
 import types
 import typing
-from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
@@ -400,7 +395,7 @@ def from_config_dict(config: config_dict.ConfigDict) -> Config:
 
 def _build(cls: Any, values: dict[str, Any], *, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise UserError(_no_section(prefix.rstrip('.'), values))
+        raise UserError(no_section(prefix.rstrip('.'), values))
     fields = {_key(f): f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
@@ -434,7 +429,7 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
     return value
 
 
-def _no_section(key: str, value: Any) -> str:
+def no_section(key: str, value: Any) -> str:
     return f'{key} = {value!r}: must be a section with keys'
 
 
@@ -454,51 +449,6 @@ def unknown_key(key: str) -> str:
     same_leaf = [k for k in keys if k.split('.')[-1] == key.split('.')[-1]]
     near = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
     return f'unknown config key {key}; did you mean {near[0]}?'
-
-
-def load_config_file(path: str, overrides: dict[str, str]) -> Config:
-    """The config that `path`'s `get_config()` returns, with `overrides` {dotted key: text} applied, validated.
-
-    Raises UserError for a missing or broken file, an unknown key or a bad value.
-    """
-    values = _run_config_file(path)
-    types_by_key = key_types()
-    for key, text in overrides.items():
-        if key not in types_by_key:
-            raise UserError(unknown_key(key))
-        *sections, leaf = key.split('.')
-        target = values
-        for section in sections:
-            target = target.setdefault(section, {})
-            if not isinstance(target, dict):
-                raise UserError(_no_section(section, target))
-        target[leaf] = text if types_by_key[key] is str else parse_value(text)
-    return from_dict(values)
-
-
-def _run_config_file(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise UserError(f'--config={path}: no such file')
-    try:
-        names = runpy.run_path(path)
-        config = names['get_config']() if 'get_config' in names else None
-    except (Exception, SystemExit) as error:  # whatever a user's file does
-        misspelt = re.search(r'Key "(\w+)" does not exist', str(error))  # ml_collections adds pages of other keys
-        what = unknown_key(misspelt[1]) if misspelt else f'{type(error).__name__}: {error}'
-        raise UserError(f'--config={path}: {" ".join(what.split())}') from error
-    if 'get_config' not in names:
-        raise UserError(f'--config={path}: defines no get_config()')
-    if not isinstance(config, config_dict.ConfigDict):
-        raise UserError(f'--config={path}: get_config() returns a {type(config).__name__}, must be a ConfigDict')
-    return config.to_dict()
-
-
-def parse_value(text: str) -> Any:
-    """A Python literal (numbers, tuples, True, None), or else the text itself; `true` and `false` are booleans too."""
-    try:
-        return {'true': True, 'false': False}.get(text) if text in ('true', 'false') else ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that literal_eval may raise
-        return text
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fbt_jax.config import load_config_file
+from fbt_jax.config_file import load_config_file
 from fbt_jax.evaluation.plots import draw_positions
 
 CONFIG = Path(__file__).parents[1] / 'configs' / 'word_problem.py'

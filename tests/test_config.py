@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,9 @@ from fbt_jax.config import (
     from_config_dict,
     from_dict,
     key_types,
-    load_config_file,
-    parse_value,
     to_dict,
 )
+from fbt_jax.config_file import load_config_file, parse_value
 from fbt_jax.model.transformer import Transformer, init_params
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
@@ -51,7 +51,7 @@ def test_the_promised_files_are_there() -> None:
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
 def test_each_file_is_locked_valid_and_round_trips(path: Path) -> None:
-    namespace = config_module.runpy.run_path(str(path))
+    namespace = runpy.run_path(str(path))
     config_dict = namespace['get_config']()
     assert config_dict.is_locked
     with pytest.raises(AttributeError):

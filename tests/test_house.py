@@ -18,6 +18,7 @@ _EVALUATION = _INFERENCE | {'inference'}
 _TRAINING = _EVALUATION | {'evaluation'}
 MAY_IMPORT: dict[str, set[str]] = {
     'config': set(),
+    'config_file': {'config'},
     'batch': set(),
     'sharding': {'config'},
     'data': _GROUND,
@@ -28,12 +29,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     'evaluation': _EVALUATION,
     'training': _TRAINING,
     'interop': _EVALUATION,
-    'cli': _TRAINING | {'training', 'interop'},
+    'cli': _TRAINING | {'training', 'interop', 'config_file'},
     '__init__': set(),
     '__main__': {'cli'},
 }
 FLAX_ROOMS = {'model', 'sharding'}
-LIGHT_ROOMS = {'config', 'batch', '__init__', '__main__'}  # what `fbt --help` loads
+LIGHT_ROOMS = {'config', 'config_file', 'batch', '__init__', '__main__'}  # what `fbt --help` loads
 HEAVY = {'jax', 'flax', 'optax', 'orbax', 'grain', 'numpy', 'tensorboardX', 'tokenizers', 'matplotlib'}
 
 

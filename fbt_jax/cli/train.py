@@ -12,7 +12,7 @@ processes where the environment says so: launch/README.md. SIGTERM and SIGINT sa
 import argparse
 
 from fbt_jax.cli import config_overrides, processes
-from fbt_jax.config import load_config_file
+from fbt_jax.config_file import load_config_file
 
 HELP = 'train a model, or resume its run'
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import jax
 
-from fbt_jax.config import MeshConfig, PassesConfig, load_config_file
+from fbt_jax.config import MeshConfig, PassesConfig
+from fbt_jax.config_file import load_config_file
 from fbt_jax.sharding import make_mesh
 from fbt_jax.training.collectives import KINDS, in_program, on_paper
 from fbt_jax.training.compiler import make_setup

@@ -24,7 +24,8 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import Config, MeshConfig, PassesConfig, load_config_file
+from fbt_jax.config import Config, MeshConfig, PassesConfig
+from fbt_jax.config_file import load_config_file
 from fbt_jax.sharding import make_mesh
 from fbt_jax.training.compiler import make_setup
 

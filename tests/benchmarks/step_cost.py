@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import Config, PassesConfig, load_config_file
+from fbt_jax.config import Config, PassesConfig
+from fbt_jax.config_file import load_config_file
 from fbt_jax.losses import token_losses
 from fbt_jax.model.transformer import Transformer
 from fbt_jax.training.compiler import batch_shapes, make_init
