@@ -16,6 +16,9 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from fbt_jax.config_data import DataConfig
+from fbt_jax.errors import UserError, require
+
 # Phases of the paper's three runs (method.md section 3). Each phase is (start, probabilities of 1..K passes);
 # start is a fraction of the run's steps if a float below 1, a step if an int.
 Phases = tuple[tuple[float | int, tuple[float, ...]], ...]
@@ -35,41 +38,6 @@ FUSIONS = ('gated', 'add', 'concat', 'none')
 REMAT = ('nothing', 'dots', 'per_layer', 'per_pass', 'offload')
 ATTENTION = ('auto', 'plain', 'blockwise', 'splash')
 DTYPES = ('auto', 'bfloat16', 'float32', 'float64')
-SOURCES = ('austen', 'word_problem')
-TOKENIZERS = ('bytes', 'bpe', 'none')
-
-
-class UserError(ValueError):
-    """A user's mistake, told in one line with what would be right. Commands exit with status 2."""
-
-
-def _require(ok: bool, key: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise UserError(f'{key} = {value!r}: {allowed}')
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Where rows come from. `batch_size` counts rows per optimizer step over all hosts and micro-batches."""
-
-    source: str = 'austen'
-    tokenizer: str = 'bpe'
-    seq_len: int = 8192
-    batch_size: int = 36
-
-    def __post_init__(self) -> None:
-        _require(self.source in SOURCES, 'data.source', self.source, f'must be one of {", ".join(SOURCES)}')
-        _require(
-            self.tokenizer in TOKENIZERS, 'data.tokenizer', self.tokenizer, f'must be one of {", ".join(TOKENIZERS)}'
-        )
-        _require(
-            (self.tokenizer == 'none') == (self.source == 'word_problem'),
-            'data.tokenizer',
-            self.tokenizer,
-            f"must be 'none' for rows that are not text, and only there (data.source = {self.source!r})",
-        )
-        _require(2 <= self.seq_len <= 2**20, 'data.seq_len', self.seq_len, 'must lie in 2..2**20')
-        _require(self.batch_size >= 1, 'data.batch_size', self.batch_size, 'must be at least 1')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,44 +61,44 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ('width', 'num_layers', 'num_heads', 'num_kv_heads', 'mlp_width', 'full_attention_every'):
-            _require(getattr(self, name) >= 1, f'model.{name}', getattr(self, name), 'must be at least 1')
+            require(getattr(self, name) >= 1, f'model.{name}', getattr(self, name), 'must be at least 1')
         if self.vocab_size is not None:
-            _require(self.vocab_size >= 2, 'model.vocab_size', self.vocab_size, 'must be at least 2')
-        _require(
+            require(self.vocab_size >= 2, 'model.vocab_size', self.vocab_size, 'must be at least 2')
+        require(
             self.width % self.num_heads == 0,
             'model.width',
             self.width,
             f'must be divisible by model.num_heads = {self.num_heads}; '
             f'the nearest is {max(1, round(self.width / self.num_heads)) * self.num_heads}',
         )
-        _require(
+        require(
             self.head_dim % 2 == 0,
             'model.width',
             self.width,
             f'gives heads of width {self.head_dim}, but RoPE needs an even one',
         )
         divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-        _require(
+        require(
             self.num_kv_heads in divisors,
             'model.num_kv_heads',
             self.num_kv_heads,
             f'must divide model.num_heads = {self.num_heads}: one of {", ".join(map(str, divisors))}',
         )
-        _require(self.window >= 0, 'model.window', self.window, 'must be 0 (full attention) or a number of keys')
-        _require(
+        require(self.window >= 0, 'model.window', self.window, 'must be 0 (full attention) or a number of keys')
+        require(
             not self.window or self.num_layers % self.full_attention_every == 0,
             'model.full_attention_every',
             self.full_attention_every,
             f'must divide model.num_layers = {self.num_layers} when model.window is set, '
             'so that the last layer sees the whole context',
         )
-        _require(self.rope_theta > 0, 'model.rope_theta', self.rope_theta, 'must be positive')
-        _require(self.fusion in FUSIONS, 'model.fusion', self.fusion, f'must be one of {", ".join(FUSIONS)}')
-        _require(self.dtype in DTYPES, 'model.dtype', self.dtype, f'must be one of {", ".join(DTYPES)}')
-        _require(
+        require(self.rope_theta > 0, 'model.rope_theta', self.rope_theta, 'must be positive')
+        require(self.fusion in FUSIONS, 'model.fusion', self.fusion, f'must be one of {", ".join(FUSIONS)}')
+        require(self.dtype in DTYPES, 'model.dtype', self.dtype, f'must be one of {", ".join(DTYPES)}')
+        require(
             self.attention in ATTENTION, 'model.attention', self.attention, f'must be one of {", ".join(ATTENTION)}'
         )
-        _require(self.remat in REMAT, 'model.remat', self.remat, f'must be one of {", ".join(REMAT)}')
+        require(self.remat in REMAT, 'model.remat', self.remat, f'must be one of {", ".join(REMAT)}')
 
     @property
     def head_dim(self) -> int:
@@ -161,7 +129,7 @@ class PassesConfig:
         if isinstance(self.phases, str):
             near = difflib.get_close_matches(self.phases, PHASE_PRESETS, n=1)
             hint = f'did you mean {near[0]!r}? ' if near else ''
-            _require(
+            require(
                 self.phases in PHASE_PRESETS,
                 'passes.phases',
                 self.phases,
@@ -169,8 +137,8 @@ class PassesConfig:
             )
             object.__setattr__(self, 'phases', PHASE_PRESETS[self.phases])
         object.__setattr__(self, 'phases', _check_phases(self.phases))
-        _require(self.loss_weight >= 0, 'passes.loss_weight', self.loss_weight, 'must not be negative')
-        _require(self.jitter >= 0, 'passes.jitter', self.jitter, 'must not be negative')
+        require(self.loss_weight >= 0, 'passes.loss_weight', self.loss_weight, 'must not be negative')
+        require(self.jitter >= 0, 'passes.jitter', self.jitter, 'must not be negative')
 
     @property
     def pass_counts(self) -> tuple[int, ...]:
@@ -205,23 +173,23 @@ class PassesConfig:
 
 def _check_phases(phases: Any) -> Phases:
     form = 'must be ((start, (p1, p2, ...)), ...), start a fraction below 1 (float) or a step (int)'
-    _require(isinstance(phases, tuple | list) and len(phases) > 0, 'passes.phases', phases, form)
+    require(isinstance(phases, tuple | list) and len(phases) > 0, 'passes.phases', phases, form)
     checked = []
     for phase in phases:
-        _require(isinstance(phase, tuple | list) and len(phase) == 2, 'passes.phases', phase, form)
+        require(isinstance(phase, tuple | list) and len(phase) == 2, 'passes.phases', phase, form)
         start, p = phase
-        _require(isinstance(p, tuple | list) and len(p) > 0, 'passes.phases', phase, form)
-        _require(
+        require(isinstance(p, tuple | list) and len(p) > 0, 'passes.phases', phase, form)
+        require(
             all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1 for x in p),
             'passes.phases',
             phase,
             'probabilities must lie in 0..1',
         )
-        _require(abs(sum(p) - 1) < 1e-6, 'passes.phases', phase, f'probabilities sum to {sum(p):.6g}, must sum to 1')
+        require(abs(sum(p) - 1) < 1e-6, 'passes.phases', phase, f'probabilities sum to {sum(p):.6g}, must sum to 1')
         is_step = isinstance(start, int) and not isinstance(start, bool) and start >= 0
-        _require(is_step or (isinstance(start, float) and 0 <= start < 1), 'passes.phases', phase, form)
+        require(is_step or (isinstance(start, float) and 0 <= start < 1), 'passes.phases', phase, form)
         checked.append((start, tuple(float(x) for x in p)))
-    _require(checked[0][0] == 0, 'passes.phases', phases, 'the first phase must start at 0')
+    require(checked[0][0] == 0, 'passes.phases', phases, 'the first phase must start at 0')
     return tuple(checked)
 
 
@@ -244,12 +212,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ('matrix_learning_rate', 'adam_learning_rate', 'adam_eps', 'clip_norm'):
-            _require(getattr(self, name) > 0, f'optimizer.{name}', getattr(self, name), 'must be positive')
+            require(getattr(self, name) > 0, f'optimizer.{name}', getattr(self, name), 'must be positive')
         for name in ('matrix_weight_decay', 'warmup_steps', 'z_loss'):
-            _require(getattr(self, name) >= 0, f'optimizer.{name}', getattr(self, name), 'must not be negative')
+            require(getattr(self, name) >= 0, f'optimizer.{name}', getattr(self, name), 'must not be negative')
         for name in ('normuon_b1', 'normuon_b2', 'adam_b1', 'adam_b2'):
-            _require(0 <= getattr(self, name) < 1, f'optimizer.{name}', getattr(self, name), 'must lie in [0, 1)')
-        _require(0 <= self.decay_fraction <= 1, 'optimizer.decay_fraction', self.decay_fraction, 'must lie in [0, 1]')
+            require(0 <= getattr(self, name) < 1, f'optimizer.{name}', getattr(self, name), 'must lie in [0, 1)')
+        require(0 <= self.decay_fraction <= 1, 'optimizer.decay_fraction', self.decay_fraction, 'must lie in [0, 1]')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,10 +235,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ('steps', 'microbatches', 'log_every', 'eval_every', 'checkpoint_every', 'keep_checkpoints'):
-            _require(getattr(self, name) >= 1, f'training.{name}', getattr(self, name), 'must be at least 1')
-        _require(self.eval_rows >= 0, 'training.eval_rows', self.eval_rows, 'must not be negative')
+            require(getattr(self, name) >= 1, f'training.{name}', getattr(self, name), 'must be at least 1')
+        require(self.eval_rows >= 0, 'training.eval_rows', self.eval_rows, 'must not be negative')
         p = self.profile_steps
-        _require(
+        require(
             not p or (len(p) == 2 and all(isinstance(s, int) for s in p) and 1 <= p[0] <= p[1] <= self.steps),
             'training.profile_steps',
             p,
@@ -293,11 +261,11 @@ class MeshConfig:
     context: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.slices >= 1, 'mesh.slices', self.slices, 'must be at least 1')
+        require(self.slices >= 1, 'mesh.slices', self.slices, 'must be at least 1')
         axes = {name: getattr(self, name) for name in ('data', 'fsdp', 'tensor', 'context')}
         for name, size in axes.items():
-            _require(size >= 1 or size == -1, f'mesh.{name}', size, 'must be at least 1, or -1 for what is left')
-        _require(list(axes.values()).count(-1) <= 1, 'mesh.*', axes, 'only one of them may be -1')
+            require(size >= 1 or size == -1, f'mesh.{name}', size, 'must be at least 1, or -1 for what is left')
+        require(list(axes.values()).count(-1) <= 1, 'mesh.*', axes, 'only one of them may be -1')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,10 +284,10 @@ class InitConfig:
     def __post_init__(self) -> None:
         for name in ('schedule', 'data'):
             value = getattr(self, name)
-            _require(value in ('restart', 'continue'), f'init.{name}', value, 'must be restart or continue')
+            require(value in ('restart', 'continue'), f'init.{name}', value, 'must be restart or continue')
         if not self.from_:
             for field in dataclasses.fields(self)[1:]:
-                _require(
+                require(
                     getattr(self, field.name) == field.default,
                     f'init.{field.name}',
                     getattr(self, field.name),
@@ -332,7 +300,7 @@ class Config:
     """A whole run. Everything random follows from `seed` and the step."""
 
     seed: int = 0
-    data: DataConfig = DataConfig()
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
     model: ModelConfig = ModelConfig()
     passes: PassesConfig = PassesConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -341,21 +309,22 @@ class Config:
     init: InitConfig = InitConfig()
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**31, 'seed', self.seed, 'must lie in 0..2**31 - 1')
-        _require(
+        require(0 <= self.seed < 2**31, 'seed', self.seed, 'must lie in 0..2**31 - 1')
+        require(
             self.model.fusion != 'none' or self.passes.max_passes == 1,
             'passes.phases',
             self.passes.phases,
             "more than one pass needs a fusion, but model.fusion = 'none'; use passes.phases = 'one_pass'",
         )
         divisors = [n for n in range(1, self.data.batch_size + 1) if self.data.batch_size % n == 0]
-        _require(
+        require(
             self.training.microbatches in divisors,
             'training.microbatches',
             self.training.microbatches,
             f'must divide data.batch_size = {self.data.batch_size}: one of {", ".join(map(str, divisors))}',
         )
         self.passes.phase_steps(self.training.steps)
+        self.data.weight_phases(self.training.steps)
 
 
 def _key(field: dataclasses.Field) -> str:
@@ -374,8 +343,8 @@ def to_dict(config: Any, *, placeholders: bool = False) -> dict[str, Any]:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             out[_key(field)] = to_dict(value, placeholders=placeholders)
-        elif placeholders and (value is None or field.name == 'phases'):
-            # A plain None could not be overridden, and phases are a name or a tuple.
+        elif placeholders and (value is None or field.name in ('phases', 'source', 'validation')):
+            # A plain None could not be overridden, and the others are a name or something with parts.
             out[_key(field)] = config_dict.placeholder(int if value is None else object)
             if value is not None:
                 out[_key(field)].set(value)
@@ -412,11 +381,11 @@ def _build(cls: Any, values: dict[str, Any], *, prefix: str) -> Any:
 
 
 def _typed(value: Any, hint: Any, key: str) -> Any:
-    """`value` as the field's type: ints pass for floats, lists for tuples; nothing else is converted."""
+    """`value` as the field's type: ints pass for floats, lists and dicts for tuples; nothing else is converted."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     bases = [typing.get_origin(o) or o for o in options]
-    if tuple in bases and isinstance(value, list | tuple):
-        return tuple(value)
+    if tuple in bases and isinstance(value, list | tuple | dict):
+        return tuple(value.items() if isinstance(value, dict) else value)
     if isinstance(value, int) and not -(2**31) <= value < 2**31:
         raise UserError(f'{key} = {value!r}: must fit in 32 bits')
     if bases == [float] and isinstance(value, int) and not isinstance(value, bool):

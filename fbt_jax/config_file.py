@@ -11,7 +11,8 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from fbt_jax.config import Config, UserError, from_dict, key_types, no_section, unknown_key
+from fbt_jax.config import Config, from_dict, key_types, no_section, unknown_key
+from fbt_jax.errors import UserError
 
 
 def load_config_file(path: str, overrides: dict[str, str]) -> Config:

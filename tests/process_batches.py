@@ -15,7 +15,7 @@ from fbt_jax.data import open_data
 from fbt_jax.sharding import local_rows, make_mesh, place
 from fbt_jax.training.processes import join
 
-CONFIG = Config(data=DataConfig('austen', 'bytes', 96, 8), mesh=MeshConfig(fsdp=-1))
+CONFIG = Config(data=DataConfig(tokenizer='bytes', seq_len=96, batch_size=8), mesh=MeshConfig(fsdp=-1))
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ import pytest
 from helpers import jaxpr_sizes, quick_jit
 from jax.sharding import NamedSharding
 
-from fbt_jax.config import MeshConfig, UserError
+from fbt_jax.config import MeshConfig
+from fbt_jax.errors import UserError
 from fbt_jax.model import attention as module
 from fbt_jax.model import flash, splash
 from fbt_jax.model.attention import attention, first_visible, resolve_implementation

@@ -184,7 +184,7 @@ def test_parse_value(text: str, value: Any) -> None:
         ({'training.profile_steps': '(5, 333001)'}, r'\(5, 333001\): must be \(first, last\), both within 1\.\.333000'),
         ({'training.profile_steps': '(5, 3)'}, r'must be \(first, last\)'),
         ({'training.microbatches': '5'}, r'must divide data\.batch_size = 36: one of 1, 2, 3, 4, 6, 9, 12, 18, 36'),
-        ({'data.source': 'austin'}, r"data\.source = 'austin': must be one of austen, word_problem"),
+        ({'data.source': 'austin'}, r"data\.source = 'austin': did you mean austen\? must be austen, word_problem or"),
         ({'data.tokenizer': 'none'}, r"data\.tokenizer = 'none': must be 'none' for rows that are not text, and only"),
         ({'data.source': 'word_problem'}, r"data\.tokenizer = 'bpe': .* \(data\.source = 'word_problem'\)"),
         ({'model.dtype': 'float16'}, r'must be one of auto, bfloat16, float32, float64'),

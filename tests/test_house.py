@@ -10,17 +10,20 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / 'fbt_jax'
 
 # Room -> the rooms it may import; architecture.md's arrows, with what lies behind each arrow spelt out.
-_GROUND = {'config', 'batch'}
+_GROUND = {'config', 'config_data', 'errors', 'files', 'batch'}
 _MODEL = _GROUND | {'sharding'}
 _MATHS = _MODEL | {'model'}
 _INFERENCE = _MATHS | {'passes', 'losses', 'data'}
 _EVALUATION = _INFERENCE | {'inference'}
 _TRAINING = _EVALUATION | {'evaluation'}
 MAY_IMPORT: dict[str, set[str]] = {
-    'config': set(),
-    'config_file': {'config'},
+    'errors': set(),
+    'files': {'errors'},
+    'config_data': {'errors'},
+    'config': {'config_data', 'errors'},
+    'config_file': {'config', 'config_data', 'errors'},
     'batch': set(),
-    'sharding': {'config'},
+    'sharding': {'config', 'errors'},
     'data': _GROUND,
     'model': _MODEL,
     'passes': _MATHS,
@@ -34,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     '__main__': {'cli'},
 }
 FLAX_ROOMS = {'model', 'sharding'}
-LIGHT_ROOMS = {'config', 'config_file', 'batch', '__init__', '__main__'}  # what `fbt --help` loads
+# What `fbt --help` loads.
+LIGHT_ROOMS = {'config', 'config_data', 'config_file', 'errors', 'files', 'batch', '__init__', '__main__'}
 HEAVY = {'jax', 'flax', 'optax', 'orbax', 'grain', 'numpy', 'tensorboardX', 'tokenizers', 'matplotlib'}
 
 

@@ -70,7 +70,7 @@ def test_meshes_of_one_axis_train_like_one_device() -> None:
 # vocabulary in more than one chunk. Nothing is run.
 B, T, V, D, F = 16, 512, 4096, 32, 320
 TWO_PASSES = Config(
-    data=DataConfig('austen', 'bytes', seq_len=T, batch_size=B),
+    data=DataConfig(tokenizer='bytes', seq_len=T, batch_size=B),
     model=ModelConfig(
         vocab_size=V, width=D, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=F, window=128,
         full_attention_every=2, remat='per_layer',
@@ -152,7 +152,7 @@ def sums_of_eight_devices() -> dict[str, Any]:
     """Of 11 validation rows, by mesh and batch size: 11 is divided by none, so that rows of padding fill up."""
     config = dataclasses.replace(
         TWO_PASSES,
-        data=DataConfig('austen', 'bytes', seq_len=64, batch_size=8),
+        data=DataConfig(tokenizer='bytes', seq_len=64, batch_size=8),
         model=dataclasses.replace(TWO_PASSES.model, vocab_size=384, mlp_width=64, num_heads=4, num_kv_heads=2),
     )
     data, model = open_data(config), Transformer(config.model)
@@ -218,7 +218,7 @@ def temporaries_by_policy() -> dict[str, int]:
     found = {}
     for remat in ('nothing', 'dots', 'per_layer', 'per_pass'):
         config = Config(
-            data=DataConfig('austen', 'bytes', seq_len=64, batch_size=16),
+            data=DataConfig(tokenizer='bytes', seq_len=64, batch_size=16),
             model=dataclasses.replace(model, remat=remat),
             passes=PassesConfig(phases=((0, (0.0, 1.0)),)),
             mesh=MeshConfig(1, 1, 2, 2, 2),

@@ -162,7 +162,11 @@ def test_bytes_are_those_of_the_validation_text(tokenizer: str, batch_size: int)
 
 def test_rows_that_are_no_text_have_no_bytes(model: Transformer, params: Any) -> None:
     one_pass = PassesConfig(phases='one_pass')
-    config = Config(data=DataConfig('word_problem', 'none', 96, 4), passes=one_pass, optimizer=OptimizerConfig())
+    config = Config(
+        data=DataConfig(source='word_problem', tokenizer='none', seq_len=96, batch_size=4),
+        passes=one_pass,
+        optimizer=OptimizerConfig(),
+    )
     data = open_data(config)
     assert data.token_bytes is None
     eval_step = make_eval_step(model, num_passes=1, token_bytes=data.token_bytes)

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from helpers_e2e import CONFIG, ROOT, finish, start
 
-from fbt_jax.config import Config, MeshConfig, ModelConfig, UserError
+from fbt_jax.config import Config, MeshConfig, ModelConfig
+from fbt_jax.errors import UserError
 from fbt_jax.training import plan
 from fbt_jax.training.chips import CHIPS, chip_of
 from fbt_jax.training.collectives import KINDS, in_program, newton_schulz_stacks, on_paper

@@ -11,8 +11,9 @@ from helpers import on_devices
 from jax.sharding import NamedSharding
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import Config, DataConfig, MeshConfig, UserError
+from fbt_jax.config import Config, DataConfig, MeshConfig
 from fbt_jax.data import open_data
+from fbt_jax.errors import UserError
 from fbt_jax.sharding import local_rows, make_mesh
 from fbt_jax.training import processes
 
@@ -124,7 +125,7 @@ def test_on_primary_of_one_process_is_the_work_itself() -> None:
 # Which rows a process reads
 
 MESHES = ((1, 8, 1, 1), (8, 1, 1, 1), (2, 2, 2, 1), (1, 4, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8))
-CONFIG = Config(data=DataConfig('austen', 'bytes', seq_len=96, batch_size=8))
+CONFIG = Config(data=DataConfig(tokenizer='bytes', seq_len=96, batch_size=8))
 
 
 def rows_of_processes() -> dict[str, Any]:

@@ -22,7 +22,8 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import Config, DataConfig, MeshConfig, ModelConfig, PassesConfig, TrainingConfig, UserError
+from fbt_jax.config import Config, DataConfig, MeshConfig, ModelConfig, PassesConfig, TrainingConfig
+from fbt_jax.errors import UserError
 from fbt_jax.model.transformer import Transformer, for_platform, param_specs
 from fbt_jax.sharding import (
     MESH_AXES,
@@ -158,7 +159,7 @@ def test_only_one_size_may_be_left_open() -> None:
 # Divisibility
 
 SMALL = Config(
-    data=DataConfig('austen', 'bytes', seq_len=48, batch_size=24),
+    data=DataConfig(tokenizer='bytes', seq_len=48, batch_size=24),
     model=ModelConfig(
         vocab_size=258, width=24, num_layers=2, num_heads=12, num_kv_heads=6, mlp_width=36, full_attention_every=2
     ),

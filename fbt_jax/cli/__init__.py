@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from fbt_jax.config import UserError
+from fbt_jax.errors import UserError
 
 VERBS = ('train', 'evaluate', 'plan', 'bench')
 

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 
 from fbt_jax.cli import config_overrides
-from fbt_jax.config import UserError
 from fbt_jax.config_file import load_config_file
+from fbt_jax.errors import UserError
 
 HELP = 'time the train step on the devices present'
 

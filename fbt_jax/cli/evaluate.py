@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fbt_jax.cli import no_more_arguments, processes
-from fbt_jax.config import UserError
+from fbt_jax.errors import UserError
 
 HELP = 'validation loss after each number of passes'
 

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from fbt_jax.config import ATTENTION, UserError
+from fbt_jax.config import ATTENTION
+from fbt_jax.errors import UserError
 from fbt_jax.model import flash, splash
 from fbt_jax.sharding import RULES, axis_size, current_mesh, mesh_axes
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from fbt_jax.config import UserError
+from fbt_jax.errors import UserError
 
 Kernel: TypeAlias = Any  # splash_attention's class, which is not public
 LANES = 128  # the kernel's blocks are multiples of this many positions

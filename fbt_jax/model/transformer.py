@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fbt_jax.config import ModelConfig, UserError
+from fbt_jax.config import ModelConfig
+from fbt_jax.errors import UserError
 from fbt_jax.model.attention import attention, resolve_implementation, rope
 from fbt_jax.model.dense import Axes, Kernel, products
 from fbt_jax.model.embedding import look_up

@@ -18,8 +18,9 @@ import jax
 from tqdm import tqdm
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import Config, UserError, flat_keys
+from fbt_jax.config import Config, flat_keys
 from fbt_jax.data import Data, open_data
+from fbt_jax.errors import UserError
 from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step
 from fbt_jax.sharding import local_rows, make_mesh, place, require_divisible
 from fbt_jax.training import metrics, summary

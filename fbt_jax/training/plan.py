@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fbt_jax.config import Config, MeshConfig, PassesConfig, UserError
+from fbt_jax.config import Config, MeshConfig, PassesConfig
+from fbt_jax.errors import UserError
 from fbt_jax.model.transformer import compute_dtype
 from fbt_jax.sharding import MESH_AXES, make_mesh, require_divisible
 from fbt_jax.training.chips import Chip

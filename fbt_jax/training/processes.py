@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fbt_jax.config import UserError
+from fbt_jax.errors import UserError
 
 HEARTBEAT_SECONDS = 30
 START_SECONDS = 300  # for all processes to appear

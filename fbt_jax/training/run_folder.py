@@ -6,7 +6,6 @@ A resume must not change the model, the data order or the seed; other keys may c
 """
 
 import dataclasses
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -20,9 +19,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from fbt_jax.config import Config, MeshConfig, UserError, changed_keys, from_dict, to_dict
+from fbt_jax.config import Config, MeshConfig, changed_keys, from_dict, to_dict
 from fbt_jax.data import load_tokenizer
 from fbt_jax.data.tokenizer import Tokenizer
+from fbt_jax.errors import UserError
+from fbt_jax.files import hold, replace
 from fbt_jax.model.transformer import Transformer, param_specs
 from fbt_jax.sharding import make_mesh, named, require_divisible
 from fbt_jax.training.checkpoint import load_tree
@@ -155,10 +156,8 @@ def record_config(workdir: str, config: Config, fingerprint: str) -> None:
         'device_count': jax.device_count(),
         'process_count': jax.process_count(),
     }
-    temporary = path.with_suffix('.tmp')
     try:
-        temporary.write_text(json.dumps(record, indent=2) + '\n')
-        temporary.replace(path)
+        replace(path, json.dumps(record, indent=2) + '\n')
     except OSError as error:
         raise UserError(f'--workdir={workdir}: cannot write {path}: {error.strerror}') from None
 
@@ -170,14 +169,7 @@ def locked(workdir: str) -> Iterator[None]:
 
     def lock() -> None:
         nonlocal handle
-        try:
-            Path(workdir).mkdir(parents=True, exist_ok=True)
-            handle = os.open(workdir, os.O_RDONLY)
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f'--workdir={workdir}: another process is training there') from None
-        except OSError as error:
-            raise UserError(f'--workdir={workdir}: {error.strerror}') from None
+        handle = hold(workdir, f'--workdir={workdir}: another process is training there')
 
     try:
         on_primary(lock)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from fbt_jax.config import UserError
+from fbt_jax.errors import UserError
 from fbt_jax.training.chips import CHIPS
 
 _FLAT = ('2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16')

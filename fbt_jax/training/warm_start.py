@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fbt_jax.config import Config, UserError, changed_keys, to_dict
+from fbt_jax.config import Config, changed_keys, to_dict
+from fbt_jax.errors import UserError
 from fbt_jax.training.checkpoint import Loaded, load_tree
 from fbt_jax.training.integrity import named_leaves
 from fbt_jax.training.run_folder import read_config

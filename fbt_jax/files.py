@@ -1,0 +1,49 @@
+"""Files and folders that several processes may reach for. Imports nothing heavy."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fbt_jax.errors import UserError
+
+
+def hold(folder: str | Path, busy: str) -> int:
+    """Creates `folder` and locks it for this process, until the returned descriptor is closed or the process ends.
+
+    Raises:
+      UserError: another process holds it (`busy` says what that means), or it can't be made.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise UserError(busy) from None
+    except OSError as error:
+        raise UserError(f'{folder}: {error.strerror}') from None
+    return handle
+
+
+@contextmanager
+def held(folder: str | Path, busy: str) -> Iterator[None]:
+    """`hold` around a block."""
+    handle = hold(folder, busy)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def replace(path: str | Path, content: str | bytes) -> None:
+    """Writes `path` so that whoever reads it, also after a crash, sees the old content or the new, never a part."""
+    path = Path(path)
+    temporary = path.with_name(path.name + '.tmp')
+    with temporary.open('wb') as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
