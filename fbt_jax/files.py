@@ -9,11 +9,11 @@ from pathlib import Path
 from fbt_jax.errors import UserError
 
 
-def hold(folder: str | Path, busy: str) -> int:
+def hold(folder: str | Path, name: str, busy: str) -> int:
     """Creates `folder` and locks it for this process, until the returned descriptor is closed or the process ends.
 
     Raises:
-      UserError: another process holds it (`busy` says what that means), or it can't be made.
+      UserError: '{name}: {busy}' if another process holds it, or why it can't be made.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -22,16 +22,16 @@ def hold(folder: str | Path, busy: str) -> int:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
-            raise UserError(busy) from None
+            raise UserError(f'{name}: {busy}') from None
     except OSError as error:
-        raise UserError(f'{folder}: {error.strerror}') from None
+        raise UserError(f'{name}: {error.strerror}') from None
     return handle
 
 
 @contextmanager
-def held(folder: str | Path, busy: str) -> Iterator[None]:
+def held(folder: str | Path, name: str, busy: str) -> Iterator[None]:
     """`hold` around a block."""
-    handle = hold(folder, busy)
+    handle = hold(folder, name, busy)
     try:
         yield
     finally:

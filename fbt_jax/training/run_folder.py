@@ -169,7 +169,7 @@ def locked(workdir: str) -> Iterator[None]:
 
     def lock() -> None:
         nonlocal handle
-        handle = hold(workdir, f'--workdir={workdir}: another process is training there')
+        handle = hold(workdir, f'--workdir={workdir}', 'another process is training there')
 
     try:
         on_primary(lock)
