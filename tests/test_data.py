@@ -1,4 +1,4 @@
-"""Corpus, tokenizers and the word problem, against facts about the novels, UTF-8 itself and permutation matrices."""
+"""Corpus and the word problem, against facts about the novels and permutation matrices."""
 
 import hashlib
 import itertools
@@ -7,27 +7,13 @@ import sys
 from collections import Counter
 
 import numpy as np
-import pytest
 
 from fbt_jax.data import corpus, word_problem
-from fbt_jax.data.tokenizer import BPE_VOCAB_SIZE, BpeTokenizer, ByteTokenizer, tokenizer, train_bpe
 
 # Chapters of the novels in the corpus's order: Emma (18 + 18 + 19), Mansfield Park, Northanger Abbey, Persuasion,
 # Pride and Prejudice, Sense and Sensibility.
 CHAPTERS = (55, 48, 31, 24, 61, 50)
 TITLES = ('EMMA', 'MANSFIELD PARK', 'NORTHANGER ABBEY', 'Persuasion', 'PRIDE AND PREJUDICE', 'SENSE AND SENSIBILITY')
-
-ODD_TEXTS = {
-    'empty': '',
-    'emoji': '👩\u200d👩\u200d👧 née 🇫🇷 naïve',
-    'nul': 'a\0b\0\0',
-    'controls': ''.join(map(chr, range(32))) + '\x7f\x80\x9f\ufeff\ufffd\uffff',
-    'specials spelt out': '<|bos|>a<|eos|> <|bos|><|eos|>',
-    'spaces': '  a  \n\n\n\n \t\r\n b   ',
-    'every two-byte character': ''.join(map(chr, range(0x800))),
-    'every lead byte': ''.join(map(chr, [*range(0x800, 0xD800, 0x100), *range(0xE000, 0x110000, 0x1000)])),
-    'prose': 'It is a truth universally acknowledged, that a single man...',
-}
 
 
 def test_the_documents_joined_are_the_text():
@@ -70,61 +56,6 @@ def test_splits_are_disjoint_complete_and_spread_over_the_novels():
     assert all(novels[n] > 0 for n in range(6))
 
 
-@pytest.mark.parametrize('name', ['bytes', 'bpe'])
-@pytest.mark.parametrize('text', ODD_TEXTS.values(), ids=ODD_TEXTS.keys())
-def test_any_text_survives_and_its_bytes_are_counted(name, text):
-    encoding = tokenizer(name)
-    ids = encoding.encode(text)
-    assert encoding.decode(ids) == text
-    assert encoding.token_bytes[ids].sum() == len(text.encode())
-    assert not {encoding.bos_id, encoding.eos_id} & set(ids)
-    assert all(0 <= i < encoding.vocab_size for i in ids)
-
-
-@pytest.mark.parametrize('name', ['bytes', 'bpe'])
-def test_batches_arrays_and_special_tokens(name):
-    encoding = tokenizer(name)
-    texts = list(ODD_TEXTS.values())
-    assert encoding.encode_batch(texts) == [encoding.encode(text) for text in texts]
-    ids = np.array([encoding.bos_id, *encoding.encode('naïve'), encoding.eos_id], np.int32)
-    assert encoding.decode(ids) == 'naïve'
-    assert encoding.token_bytes[[encoding.bos_id, encoding.eos_id]].tolist() == [0, 0]
-    assert encoding.token_bytes.shape == (encoding.vocab_size,)
-    assert encoding.token_bytes.dtype == np.int32
-    assert '\ufffd' in encoding.decode(encoding.encode('🙂')[:1]), 'a character cut in two'
-    assert tokenizer(name) is encoding
-
-
-def test_bytes_are_bytes():
-    assert ByteTokenizer().encode('aé') == [97, 0xC3, 0xA9]
-    assert ByteTokenizer().decode([97, 255, 98, 257]) == 'a\ufffdb'
-    assert (ByteTokenizer().bos_id, ByteTokenizer().eos_id, ByteTokenizer().vocab_size) == (256, 257, 258)
-
-
-def test_the_shipped_bpe_is_what_training_on_the_training_split_gives():
-    trained = train_bpe(corpus.split().train)
-    shipped = tokenizer('bpe')
-    assert BpeTokenizer(trained).fingerprint == shipped.fingerprint
-    assert shipped.vocab_size == BPE_VOCAB_SIZE
-    text = corpus.split().validation[0]
-    assert len(shipped.encode(text)) < len(text) / 3
-
-
-def test_fingerprints_tell_tokenizers_apart():
-    small, other = train_bpe(['some text'], 300), train_bpe(['another text'], 300)
-    prints = {t.fingerprint for t in (ByteTokenizer(), BpeTokenizer(small), BpeTokenizer(other), tokenizer('bpe'))}
-    assert len(prints) == 4
-    assert BpeTokenizer(small).fingerprint == BpeTokenizer(small).fingerprint
-
-
-def test_wrong_tokenizers_are_refused():
-    with pytest.raises(ValueError, match=r"data.tokenizer = 'words': must be one of bytes, bpe"):
-        tokenizer('words')
-    without_eos = train_bpe(['some text'], 300).replace('<|eos|>', '<|end|>')
-    with pytest.raises(ValueError, match=r"no token '<\|eos\|>'"):
-        BpeTokenizer(without_eos)
-
-
 def rank(matrix: np.ndarray) -> int:
     """The lexicographic index of the permutation x -> row of the 1 in column x, by its Lehmer code."""
     p = matrix.argmax(axis=0).tolist()
@@ -140,11 +71,11 @@ def test_word_problem_targets_are_running_products_of_matrices():
     eye = np.eye(5, dtype=int)
     swap = eye[[1, 0, 2, 3, 4]]
     cycle = np.roll(eye, 1, axis=0)  # x -> x + 1 mod 5
-    rows = word_rows()
+    batch = word_rows().batch(range(150))
     seen = set()
-    for i in range(150):
+    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
         product = eye
-        for token, target in zip(rows[i].tokens.tolist(), rows[i].targets.tolist(), strict=True):
+        for token, target in zip(tokens, targets, strict=True):
             product = (swap, cycle, eye)[token - 120] @ product
             assert target == rank(product)
             seen.add(target)
@@ -152,30 +83,28 @@ def test_word_problem_targets_are_running_products_of_matrices():
 
 
 def test_word_problem_rows_are_whole_documents_whose_answers_never_appear():
-    row = word_rows()[5]
-    assert row.weights.tolist() == [1] * 12
-    assert row.segment_ids.tolist() == [1] * 12
-    assert row.positions.tolist() == list(range(12))
-    assert [a.dtype for a in row] == [np.int32, np.int32, np.float32, np.int32, np.int32]
-    tokens = np.concatenate([word_rows()[i].tokens for i in range(500)])
-    targets = np.concatenate([word_rows()[i].targets for i in range(500)])
-    assert set(tokens.tolist()) == {120, 121, 122}
-    assert set(targets.tolist()) <= set(range(120))
+    batch = word_rows().batch(range(500))
+    assert batch.weights.tolist() == [[1] * 12] * 500
+    assert batch.segment_ids.tolist() == [[1] * 12] * 500
+    assert batch.positions.tolist() == [list(range(12))] * 500
+    assert [a.dtype for a in batch] == [np.int32, np.int32, np.float32, np.int32, np.int32]
+    assert set(batch.tokens.ravel().tolist()) == {120, 121, 122}
+    assert set(batch.targets.ravel().tolist()) <= set(range(120))
     assert word_problem.VOCAB_SIZE == 123
-    counts = np.bincount(tokens - 120)  # 6000 draws, standard deviation 37
+    counts = np.bincount(batch.tokens.ravel() - 120)  # 6000 draws, standard deviation 37
     assert (np.abs(counts - 2000) < 150).all()
 
 
 def test_word_problem_rows_depend_on_seed_split_and_index_alone():
     def word(index: int, **kwargs) -> tuple[int, ...]:
-        return tuple(word_rows(seq_len=30, **kwargs)[index].tokens.tolist())
+        return tuple(word_rows(seq_len=30, **kwargs).batch([index]).tokens[0].tolist())
 
     assert word(7) == word(7)
     words = [word(i, seed=s, validation=v) for i in range(50) for s in (0, 1) for v in (False, True)]
     assert len(set(words)) == 200
-    assert len(word_rows(validation=True)) == 1024
-    with pytest.raises(IndexError):
-        word_rows(validation=True)[1024]
+    held_out = word_rows(validation=True)
+    assert held_out.num_rows == 1024
+    assert held_out.batch([1023, 1024]).weights.sum(axis=1).tolist() == [12, 0]
 
 
 def test_importing_data_loads_neither_jax_nor_grain():
