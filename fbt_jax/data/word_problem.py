@@ -7,11 +7,12 @@ is one document; every position counts. A row is a pure function of (seed, split
 """
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
 from fbt_jax.batch import Batch
-from fbt_jax.data.packing import ENDLESS
+from fbt_jax.data.packing import ENDLESS, padding
 
 PERMUTATIONS = tuple(itertools.permutations(range(5)))  # p maps x to p[x]
 GENERATORS = ((1, 0, 2, 3, 4), (1, 2, 3, 4, 0), (0, 1, 2, 3, 4))
@@ -25,19 +26,21 @@ _PRODUCT = [[_INDEX[tuple(g[x] for x in p)] for p in PERMUTATIONS] for g in GENE
 
 
 class WordProblemRows:
-    """A random-access source of `Batch`es of (T,) arrays: endless for training, `VALIDATION_ROWS` for validation."""
+    """A random-access source of rows: endless for training, `VALIDATION_ROWS` for validation."""
 
     def __init__(self, *, seq_len: int, seed: int, validation: bool) -> None:
         self._seq_len = seq_len
         self._seed = seed
         self._validation = validation
+        self.num_rows = VALIDATION_ROWS if validation else ENDLESS
 
-    def __len__(self) -> int:
-        return VALIDATION_ROWS if self._validation else ENDLESS
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Those rows, (len(rows), T); rows past a finite source's end are padding."""
+        return Batch(*map(np.stack, zip(*map(self._row, rows), strict=True)))
 
-    def __getitem__(self, index: int) -> Batch:
-        if not 0 <= index < len(self):
-            raise IndexError(f'row {index} of {len(self)}')
+    def _row(self, index: int) -> Batch:
+        if index >= self.num_rows:
+            return Batch(*(x[0] for x in padding(self._seq_len, 1)))
         # The splits lie at opposite ends of one counter, so no row of one shares its bits with a row of the other. The
         # bits are taken raw because NumPy promises them for good; 2^64 = 1 mod 3, a bias that nobody will see.
         key, counter = np.array([self._seed, index], np.uint64), np.array([0, 0, 0, self._validation], np.uint64)
