@@ -1,5 +1,6 @@
 """From a config to global batches: completeness over steps, exact states, checkpoints, validation, fingerprints."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -14,8 +15,9 @@ import pytest
 
 from fbt_jax import config as config_lib
 from fbt_jax.batch import Batch
-from fbt_jax.data import Data, corpus, load_tokenizer, open_data, pipeline
-from fbt_jax.data.packing import PackedRows, ValidationRows, tokenise
+from fbt_jax.data import Data, corpus, load_tokenizer, open_data
+from fbt_jax.data.documents import concatenated
+from fbt_jax.data.packing import StreamRows
 from fbt_jax.data.tokenizer import ByteTokenizer
 
 
@@ -28,16 +30,21 @@ def config(
 
 def tiny_data(*, seq_len: int = 5, batch_size: int = 3) -> Data:
     """31 tokens an epoch, so that epochs end within a few steps and within rows."""
+    texts = ('one', '', 'twelve', 'three hundreds')
+    documents = concatenated([np.array([256, *text.encode(), 257], np.uint16) for text in texts], '')
+    rows = StreamRows(documents, seq_len=seq_len, seed=0)
     encoding = ByteTokenizer()
-    documents = tokenise(['one', '', 'twelve', 'three hundreds'], encoding)
     return Data(
         vocab_size=encoding.vocab_size,
         tokenizer=encoding,
         fingerprint='',
-        train_rows=PackedRows(documents, seq_len=seq_len, seed=0),
-        validation_rows=ValidationRows(documents, seq_len=seq_len),
+        record={},
+        train_rows=rows,
+        members={'train': rows},
+        validation={'validation': StreamRows(documents, seq_len=seq_len, seed=None)},
         seq_len=seq_len,
         batch_size=batch_size,
+        workers=1,
     )
 
 
@@ -75,9 +82,9 @@ def test_a_batch_is_rows_of_the_stream_in_order(name):
         assert [a.shape for a in batch] == [(data.batch_size, data.seq_len)] * 5
         assert [a.dtype for a in batch] == [np.int32, np.int32, np.float32, np.int32, np.int32]
         for b in range(data.batch_size):
-            row = data.train_rows[step * data.batch_size + b]
+            row = data.train_rows.batch([step * data.batch_size + b])
             for of_batch, of_row in zip(batch, row, strict=True):
-                np.testing.assert_array_equal(of_batch[b], of_row)
+                np.testing.assert_array_equal(of_batch[b], of_row[0])
 
 
 def test_the_batch_size_only_groups_the_stream():
@@ -117,8 +124,8 @@ def test_a_state_continues_exactly(name, steps):
 
 def test_the_states_tried_lie_inside_documents_and_epochs():
     for step in (3, 7):
-        assert DATA['austen']().train_rows[4 * step].tokens[0] != 256
-        assert tiny_data().train_rows[3 * step].tokens[0] != 256
+        assert DATA['austen']().train_rows.batch([4 * step]).tokens[0, 0] != 256
+        assert tiny_data().train_rows.batch([3 * step]).tokens[0, 0] != 256
     assert 2 * 15 < 31 < 3 * 15, 'the first epoch ends within the third step'
 
 
@@ -141,20 +148,22 @@ def test_checkpoints_restore_the_position(tmp_path):
 def test_reading_ahead_is_bounded_and_its_thread_ends():
     read = []
 
-    class Counted(PackedRows):
-        def __getitem__(self, index: int) -> Batch:
-            read.append(index)
-            return super().__getitem__(index)
+    class Counted:
+        def __init__(self, rows: StreamRows) -> None:
+            self.rows, self.num_rows = rows, rows.num_rows
 
-    rows = Counted(tokenise(['some text'], ByteTokenizer()), seq_len=4, seed=0)
+        def batch(self, rows: Sequence[int]) -> Batch:
+            read.extend(rows)
+            return self.rows.batch(rows)
+
     data = tiny_data()
-    data = Data(**{**vars(data), 'train_rows': rows})
+    data = dataclasses.replace(data, train_rows=Counted(data.train_rows))
     before = set(threading.enumerate())
     iterator = data.train_iterator()
     for _ in range(10):
         next(iterator)
     time.sleep(0.1)
-    assert len(read) <= (10 + 4) * data.batch_size
+    assert 10 * data.batch_size <= len(read) <= (10 + 4 + 1) * data.batch_size
     iterator.close()
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=5)
@@ -164,13 +173,13 @@ def test_reading_ahead_is_bounded_and_its_thread_ends():
 @pytest.mark.parametrize('batch_size', [1, 3, 4, 100])
 def test_validation_batches_hold_every_row_once_and_fill_up(batch_size):
     data = tiny_data()
-    rows = [data.validation_rows[i] for i in range(data.num_validation_rows)]
-    assert len(rows) == 6  # 30 targets
-    batches = list(data.validation_batches(batch_size))
+    assert data.validation['validation'].num_rows == 6  # 30 targets
+    rows = data.validation['validation'].batch(range(6))
+    batches = list(data.validation_batches('validation', batch_size))
     assert [b.tokens.shape for b in batches] == [(batch_size, 5)] * -(-6 // batch_size)
     for field in Batch._fields:
         joined = np.concatenate([getattr(b, field) for b in batches])
-        np.testing.assert_array_equal(joined[:6], np.stack([getattr(row, field) for row in rows]))
+        np.testing.assert_array_equal(joined[:6], getattr(rows, field))
     filling = [np.concatenate(arrays)[6:] for arrays in zip(*batches, strict=True)]
     assert not Batch(*filling).weights.any()
     assert not Batch(*filling).segment_ids.any()
@@ -179,18 +188,18 @@ def test_validation_batches_hold_every_row_once_and_fill_up(batch_size):
 
 def test_a_capped_validation_is_spread_over_all_rows():
     data = tiny_data()
-    (batch,) = data.validation_batches(4, max_rows=3)
-    expected = [data.validation_rows[i].tokens for i in (0, 2, 4)]
-    np.testing.assert_array_equal(batch.tokens[:3], np.stack(expected))
+    (batch,) = data.validation_batches('validation', 4, max_rows=3)
+    expected = data.validation['validation'].batch([0, 2, 4])
+    np.testing.assert_array_equal(batch.tokens[:3], expected.tokens)
     assert not batch.weights[3].any()
-    assert len(list(data.validation_batches(4, max_rows=100))) == 2
+    assert len(list(data.validation_batches('validation', 4, max_rows=100))) == 2
 
 
 def test_validation_of_the_corpus_counts_every_byte():
     for name in ('bytes', 'bpe'):
         data = open_data(config(tokenizer=name, seq_len=512))
         counted = 0
-        for batch in data.validation_batches(16):
+        for batch in data.validation_batches('validation', 16):
             counted += (data.token_bytes[batch.targets] * batch.weights).sum()
         assert counted == sum(len(text.encode()) for text in corpus.split().validation)
 
@@ -199,7 +208,8 @@ def test_what_open_data_says_of_each_source():
     text = open_data(config(tokenizer='bpe'))
     assert text.vocab_size == text.tokenizer.vocab_size == len(text.token_bytes) == 2048
     words = open_data(config(source='word_problem', tokenizer='none', seq_len=12))
-    assert (words.vocab_size, words.tokenizer, words.token_bytes, words.num_validation_rows) == (123, None, None, 1024)
+    assert (words.vocab_size, words.tokenizer, words.token_bytes) == (123, None, None)
+    assert words.validation['validation'].num_rows == 1024
 
 
 def test_fingerprints_change_with_what_rows_are_made_of_and_with_nothing_else(monkeypatch):
@@ -226,7 +236,3 @@ def test_the_tokenizer_loads_without_the_documents(monkeypatch):
     monkeypatch.setattr(corpus, 'text', None)
     assert load_tokenizer(config(tokenizer='bpe').data).vocab_size == 2048
     assert load_tokenizer(config(source='word_problem', tokenizer='none').data) is None
-
-
-def test_every_source_of_the_config_has_a_builder():
-    assert tuple(pipeline._SOURCES) == config_lib.SOURCES

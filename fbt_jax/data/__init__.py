@@ -1,6 +1,6 @@
 """Data: source -> tokenizer -> document -> packed row -> global batch. Other rooms need only these names."""
 
-from fbt_jax.data.pipeline import Data, load_tokenizer, open_data
-from fbt_jax.data.tokenizer import Tokenizer
+from fbt_jax.data.pipeline import Data, load_tokenizer, open_data, prepare_sources, vocab_size
+from fbt_jax.data.tokenizer import Tokenizer, resolved
 
-__all__ = ['Data', 'Tokenizer', 'load_tokenizer', 'open_data']
+__all__ = ['Data', 'Tokenizer', 'load_tokenizer', 'open_data', 'prepare_sources', 'resolved', 'vocab_size']

@@ -1,49 +1,50 @@
 """From a config to batches: `open_data` gives a run its training iterator, validation batches and what identifies them.
 
-Training goes through Grain: rows (a random-access source in which row i is a pure function of the config and i) ->
-global batches -> an iterator whose state is the next batch's number. Row i of the stream is row i % B of step i // B
-(counted from 0), so a batch depends on the config and the step alone: not on hosts, prefetching or restarts. A new
-source is an entry in `_SOURCES`. B rows, T positions. Grain is imported when training begins: it is slow to load.
+Rows are a pure function of (config, row number), from packing.py and mixture.py. Row i of the stream is row i % B of
+step i // B (counted from 0), so a batch depends on the config and the step alone: not on hosts, workers, prefetching or
+restarts, and the state of the iterator, which is Grain's, is the next step's number. A source of raw text is first
+tokenised into a folder of its own (`prepare_sources`): only tokenised documents have rows that can be found by number.
+B rows, T positions. Grain is imported when training begins: it is slow to load.
 """
 
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import Config, DataConfig
+from fbt_jax.config import Config
+from fbt_jax.config_data import BUILT_IN, DataConfig, Source, parse_source
 from fbt_jax.data import corpus, word_problem
-from fbt_jax.data.packing import Documents, PackedRows, ValidationRows, padding, tokenise
-from fbt_jax.data.tokenizer import Tokenizer, tokenizer
+from fbt_jax.data.documents import Documents, InMemory, Prepared, concatenated
+from fbt_jax.data.mixture import Mixture, Rows
+from fbt_jax.data.packing import BestFitRows, StreamRows
+from fbt_jax.data.prepare import prepare
+from fbt_jax.data.tokenizer import Tokenizer, open_tokenizer
+from fbt_jax.errors import UserError
 
 if TYPE_CHECKING:
     import grain
 
-
-class Rows(Protocol):
-    """A random-access source of rows: `Batch`es of (T,) numpy arrays. Reading is thread-safe and repeatable."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Batch: ...
+AHEAD = 4  # batches that the workers hold ready; Grain's 500 would be gigabytes
 
 
-class _RowsOfEachBatch:
-    """The rows `rows` of batch 0, then those of batch 1, and so on: what one process reads of an endless source."""
+class _Batches:
+    """Step s -> the rows `rows` of its batch: what one process reads of an endless source."""
 
     def __init__(self, source: Rows, rows: Sequence[int], batch_size: int) -> None:
         self._source, self._rows, self._batch_size = source, rows, batch_size
 
     def __len__(self) -> int:
-        return len(self._source) // self._batch_size * len(self._rows)
+        return self._source.num_rows // self._batch_size
 
-    def __getitem__(self, index: int) -> Batch:
-        batch, place = divmod(index, len(self._rows))
-        return self._source[batch * self._batch_size + self._rows[place]]
+    def __getitem__(self, step: int) -> Batch:
+        return self._source.batch([step * self._batch_size + row for row in self._rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +53,19 @@ class Data:
 
     vocab_size: int
     tokenizer: Tokenizer | None
-    fingerprint: str  # sha256 (hex) of source, documents, tokenizer and row length; the seed is apart, in the config
+    fingerprint: str  # sha256 (hex) of documents, tokenizer, row length, packing; seed and weights are in the config
+    record: Mapping[str, Any]  # documents, tokens and files of each source, for config.json
     train_rows: Rows  # endless
-    validation_rows: Rows
+    members: Mapping[str, Any]  # the rows of each source of a mixture, or of the only one; none for rows without epochs
+    validation: Mapping[str, Rows]  # finite; none: nothing is held out
     seq_len: int
     batch_size: int
+    workers: int
 
     @property
     def token_bytes(self) -> np.ndarray | None:
         """(vocab_size,) int32, bytes of text that each id stands for: what turns nats per token into nats per byte."""
         return None if self.tokenizer is None else self.tokenizer.token_bytes
-
-    @property
-    def num_validation_rows(self) -> int:
-        return len(self.validation_rows)
 
     def train_iterator(self, rows: Sequence[int] | None = None) -> 'grain.DatasetIterator[Batch]':
         """Batches without end, `Batch`es of (len(rows), T) numpy arrays, from step 0.
@@ -77,63 +77,160 @@ class Data:
         import grain
 
         rows = range(self.batch_size) if rows is None else rows
-        chosen = grain.MapDataset.source(_RowsOfEachBatch(self.train_rows, rows, self.batch_size))
-        batches = chosen.batch(len(rows), drop_remainder=True)
-        # Grain's defaults, 16 threads and 500 elements ahead, would hold gigabytes of batches.
-        return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+        steps = grain.MapDataset.source(_Batches(self.train_rows, rows, self.batch_size))
+        options = grain.ReadOptions(num_threads=self.workers, prefetch_buffer_size=AHEAD if self.workers else 0)
+        return iter(steps.to_iter_dataset(options))
 
     def validation_batches(
-        self, batch_size: int, *, max_rows: int = 0, rows: Sequence[int] | None = None
+        self, name: str, batch_size: int, *, max_rows: int = 0, rows: Sequence[int] | None = None
     ) -> Iterator[Batch]:
-        """The validation rows in order as batches of `batch_size`; padding rows fill up the last.
+        """The rows of one validation set in order as batches of `batch_size`; padding rows fill up the last.
 
         `max_rows` > 0 takes that many rows at even distances instead of all, so that a part still sees all documents.
         Yields `Batch`es of (len(rows), T): those rows of each batch (default: all).
         """
-        total = self.num_validation_rows
+        source = self.validation[name]
+        total = source.num_rows
         count = min(max_rows, total) if max_rows > 0 else total
         chosen = [i * total // count for i in range(count)]
         for start in range(0, count, batch_size):
             numbers = [start + row for row in (range(batch_size) if rows is None else rows)]
-            batch = [self.validation_rows[chosen[n]] if n < count else padding(self.seq_len) for n in numbers]
-            yield Batch(*map(np.stack, zip(*batch, strict=True)))
+            yield source.batch([chosen[n] if n < count else total + n for n in numbers])
+
+    def read_so_far(self, steps: int) -> dict[str, float]:
+        """What the first `steps` steps have read: epochs of each source and, of several, their shares of the rows."""
+        rows = steps * self.batch_size
+        if not self.members:
+            return {}
+        if not isinstance(self.train_rows, Mixture):
+            return {'epochs': next(iter(self.members.values())).epochs(rows)}
+        counts = self.train_rows.counts(rows).tolist()
+        named = dict(zip(self.members, counts, strict=True))
+        epochs = {f'epochs_{name}': self.members[name].epochs(count) for name, count in named.items()}
+        return epochs | {f'share_{name}': count / rows for name, count in named.items()}
+
+    def steps_in_one_epoch(self, at_most: int) -> tuple[int, str]:
+        """How many whole steps, up to `at_most`, no source has to be read twice for, and the source that ends first."""
+
+        def exhausted(steps: int) -> str:
+            rows = steps * self.batch_size
+            counts = self.train_rows.counts(rows) if isinstance(self.train_rows, Mixture) else [rows]
+            over = [name for name, n in zip(self.members, counts, strict=True) if n > self.members[name].epoch_rows]
+            return over[0] if over else ''
+
+        low, high = 0, at_most + 1  # `low` steps are fine; of `high` nothing is known, or they are too many
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if exhausted(middle) else (middle, high)
+        return low, exhausted(low + 1)
 
 
-class _Source(NamedTuple):
-    open: Callable[[Config], Data]
-    is_text: bool
+def open_data(config: Config, folder: str | Path | None = None) -> Data:
+    """The data of `config.data`, shuffled by `config.seed`. The embedded text is tokenised once in a process.
 
-
-def open_data(config: Config) -> Data:
-    """The data of `config.data`, shuffled by `config.seed`. Text is tokenised once in a process (about a second)."""
-    return _SOURCES[config.data.source].open(config)
-
-
-def load_tokenizer(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer of `data` alone, without its documents; None where the rows aren't text."""
-    return tokenizer(data.tokenizer) if _SOURCES[data.source].is_text else None
-
-
-def _open_austen(config: Config) -> Data:
-    encoding = tokenizer(config.data.tokenizer)
-    train, validation = _austen_documents(config.data.tokenizer)
+    folder: where `prepare_sources` has put what is tokenised from raw text, and a run keeps its tokenizer's file.
+    """
+    data = config.data
+    if data.source == 'word_problem':
+        return _open_word_problem(config)
+    tokenizer = load_tokenizer(data, folder)
+    assert tokenizer is not None, 'only the word problem has no tokenizer'
+    documents = {name: _documents(_label('train', name), data, tokenizer, folder) for name, _ in data.sources}
+    if data.source == 'austen':
+        held_out: dict[str, Documents] = {'validation': _austen(data.tokenizer)[1]}
+    else:
+        names = [name for name, _ in data.validation_sources]
+        held_out = {name: _documents(_label('validation', name), data, tokenizer, folder) for name in names}
+    members = {
+        name: _PACKINGS[data.packing](found, seq_len=data.seq_len, seed=config.seed)
+        for name, found in documents.items()
+    }
+    phases = [(step * data.batch_size, shares) for step, shares in data.weight_phases(config.training.steps)]
     return Data(
-        vocab_size=encoding.vocab_size,
-        tokenizer=encoding,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
         fingerprint=_fingerprint(
-            config.data, encoding.fingerprint, *corpus.split().train, '', *corpus.split().validation
+            [str(data.seq_len), data.packing, tokenizer.fingerprint],
+            *([name, found.fingerprint] for name, found in documents.items()),
+            ['held out'],
+            *([name, found.fingerprint] for name, found in held_out.items()),
         ),
-        train_rows=PackedRows(train, seq_len=config.data.seq_len, seed=config.seed),
-        validation_rows=ValidationRows(validation, seq_len=config.data.seq_len),
-        seq_len=config.data.seq_len,
-        batch_size=config.data.batch_size,
+        record={
+            _label(split, name): _recorded(found)
+            for split, named in (('train', documents), ('validation', held_out))
+            for name, found in named.items()
+        },
+        train_rows=Mixture(list(members.values()), phases) if len(members) > 1 else next(iter(members.values())),
+        members=members,
+        validation={n: StreamRows(found, seq_len=data.seq_len, seed=None) for n, found in held_out.items()},
+        seq_len=data.seq_len,
+        batch_size=data.batch_size,
+        workers=data.workers,
     )
 
 
+_PACKINGS: dict[str, Callable[..., Any]] = {'carry_over': StreamRows, 'best_fit': BestFitRows}
+
+
+def load_tokenizer(data: DataConfig, folder: str | Path | None = None) -> Tokenizer | None:
+    """The tokenizer of `data` alone, from the copy in `folder` if there is one; None where the rows aren't text."""
+    return None if data.tokenizer == 'none' else open_tokenizer(data, None if folder is None else Path(folder))
+
+
+def vocab_size(data: DataConfig, folder: str | Path | None = None) -> int:
+    """How many ids the rows of `data` have, known without its documents."""
+    tokenizer = load_tokenizer(data, folder)
+    return word_problem.VOCAB_SIZE if tokenizer is None else tokenizer.vocab_size
+
+
+def prepare_sources(data: DataConfig, folder: str | Path, *, poll: Callable[[], None] = lambda: None) -> None:
+    """Tokenises what is raw text into `folder`, a folder for each source, or goes on with it."""
+    raw = {label: source for label, source in _sources(data).items() if source.format not in (*BUILT_IN, 'prepared')}
+    for label, source in raw.items():
+        tokenizer = load_tokenizer(data, folder)
+        assert tokenizer is not None, 'raw text has a tokenizer'
+        prepare(source, tokenizer, Path(folder) / label, poll=poll)
+
+
+def _sources(data: DataConfig) -> dict[str, Source]:
+    """All sources, held-out ones too, under names that are theirs alone."""
+    found = {_label('train', name): spec for name, spec in data.sources}
+    found |= {_label('validation', name): spec for name, spec in data.validation_sources}
+    return {label: parse_source(spec) for label, spec in found.items()}
+
+
+def _label(split: str, name: str) -> str:
+    return split if name == split else f'{split}-{name}'
+
+
+def _documents(label: str, data: DataConfig, tokenizer: Tokenizer, folder: str | Path | None) -> Documents:
+    source = _sources(data)[label]
+    if source.format == 'austen':
+        return _austen(data.tokenizer)[0]
+    if source.format == 'prepared':
+        found = Prepared(source.path)
+    elif folder is not None:
+        found = Prepared(Path(folder) / label)
+    else:
+        raise UserError(f'{source.path} is not tokenised yet: `fbt data prepare` it, and give prepared:FOLDER')
+    if found.index['tokenizer_fingerprint'] != tokenizer.fingerprint:
+        raise UserError(f'{found.folder} was made with another tokenizer than data.tokenizer = {data.tokenizer!r}')
+    return found
+
+
+def _austen(tokenizer_name: str) -> tuple[InMemory, InMemory]:
+    """Training and validation documents of the embedded corpus."""
+    train, validation = corpus.split()
+    return _in_memory(tokenizer_name, train), _in_memory(tokenizer_name, validation)
+
+
 @functools.cache
-def _austen_documents(tokenizer_name: str) -> tuple[Documents, Documents]:
-    encoding = tokenizer(tokenizer_name)
-    return tokenise(corpus.split().train, encoding), tokenise(corpus.split().validation, encoding)
+def _in_memory(tokenizer_name: str, texts: tuple[str, ...]) -> InMemory:
+    tokenizer = open_tokenizer(DataConfig(tokenizer=tokenizer_name))
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    bos, eos = np.array([tokenizer.bos_id], dtype), np.array([tokenizer.eos_id], dtype)
+    pieces = [np.concatenate([bos, ids.astype(dtype), eos]) for ids in tokenizer.encode_batch(texts)]
+    return concatenated(pieces, _fingerprint([tokenizer.fingerprint, *texts]))
 
 
 def _open_word_problem(config: Config) -> Data:
@@ -143,22 +240,24 @@ def _open_word_problem(config: Config) -> Data:
     return Data(
         vocab_size=word_problem.VOCAB_SIZE,
         tokenizer=None,
-        fingerprint=_fingerprint(config.data, repr(word_problem.GENERATORS)),
+        fingerprint=_fingerprint(['word_problem', str(config.data.seq_len), repr(word_problem.GENERATORS)]),
+        record={},
         train_rows=rows(validation=False),
-        validation_rows=rows(validation=True),
+        members={},
+        validation={'validation': rows(validation=True)},
         seq_len=config.data.seq_len,
         batch_size=config.data.batch_size,
+        workers=config.data.workers,
     )
 
 
-def _fingerprint(data: DataConfig, *parts: str) -> str:
-    digest = hashlib.sha256()
-    for part in (data.source, str(data.seq_len), *parts):
-        digest.update(f'{len(part)}:{part}'.encode())  # with its length, so that no two lists of parts look alike
-    return digest.hexdigest()
+def _recorded(documents: Documents) -> dict[str, Any]:
+    counts = {'documents': int(documents.documents_S.sum()), 'tokens': int(documents.tokens_S.sum())}
+    if not isinstance(documents, Prepared):
+        return counts
+    index = documents.index
+    return counts | {name: index[name] for name in ('bytes', 'skipped', 'path', 'source', 'fingerprint')}
 
 
-_SOURCES = {
-    'austen': _Source(_open_austen, is_text=True),
-    'word_problem': _Source(_open_word_problem, is_text=False),
-}
+def _fingerprint(*parts: list[str]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
