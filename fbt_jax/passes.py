@@ -61,6 +61,15 @@ def prefix_mask(key: jax.Array, batch: Batch, rows_B: jax.Array) -> jax.Array:
     return jax.vmap(one_row)(rows_B, batch.segment_ids, batch.positions)
 
 
+def plain_positions(batch: Batch, k: jax.Array | int, noise: Noise | None = None) -> jax.Array:
+    """(B, T) bool: where pass k takes the embedding alone: everywhere in pass 1, then a prefix of each document."""
+    if noise is not None and noise.prefix_mixin:
+        plain_BT = prefix_mask(_pass_key(noise, PURPOSE_PREFIX, k), batch, noise.rows_B)
+    else:
+        plain_BT = batch.positions == 0
+    return plain_BT | (k == 1)
+
+
 def jittered(key: jax.Array, prev_BTD: jax.Array, rows_B: jax.Array, *, half_width: float) -> jax.Array:
     """prev + eps, eps ~ Uniform[-half_width, half_width] per element."""
     noise_BTD = jax.vmap(
@@ -95,19 +104,15 @@ def multi_pass(
     Returns:
       The last states, and what `per_pass` gave, stacked over passes.
     """
-    starts_BT = batch.positions == 0
     shape = (*batch.tokens.shape, model.config.width)
 
     def one_pass(last_BTD: jax.Array, k: jax.Array) -> tuple[jax.Array, Any]:
         prev_BTD, plain_BT = None, None
         if num_passes > 1:
-            prev_BTD, plain_BT = shift(last_BTD), starts_BT
-            if noise is not None and noise.prefix_mixin:
-                plain_BT = prefix_mask(_pass_key(noise, PURPOSE_PREFIX, k), batch, noise.rows_B)
+            prev_BTD, plain_BT = shift(last_BTD), plain_positions(batch, k, noise)
             if noise is not None and noise.jitter > 0:
                 key = _pass_key(noise, PURPOSE_JITTER, k)
                 prev_BTD = jittered(key, prev_BTD, noise.rows_B, half_width=noise.jitter)
-            plain_BT |= k == 1
         hidden_BTD = model.apply(
             {'params': params},
             batch.tokens,
@@ -124,5 +129,5 @@ def multi_pass(
     return MultiPass(*jax.lax.scan(one_pass, before_BTD, jnp.arange(1, num_passes + 1)))
 
 
-def _pass_key(noise: Noise, purpose: int, k: jax.Array) -> jax.Array:
+def _pass_key(noise: Noise, purpose: int, k: jax.Array | int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(noise.key, purpose), k)

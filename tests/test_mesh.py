@@ -170,7 +170,7 @@ def sums_of_eight_devices() -> dict[str, Any]:
         placed = jax.device_put(params, named(mesh, param_specs(model)))
         with jax.set_mesh(mesh):
             step = make_eval_step(model, num_passes=3, token_bytes=data.token_bytes)
-            got = evaluate_passes(step, placed, validation_batches(data, mesh, batch_size, max_rows=11))
+            got = evaluate_passes(step, placed, validation_batches(data, 'validation', mesh, batch_size, max_rows=11))
         found[f'{sizes}, {batch_size} rows'] = {name: np.asarray(x).tolist() for name, x in got.sums._asdict().items()}
     return found
 

@@ -55,7 +55,7 @@ def eval_step(data: Data, model: Transformer) -> Callable[[Any, Batch], BatchSum
 
 
 def results_of(data: Data, params: Any, eval_step: Any, batch_size: int, rows: int = ROWS) -> PassResults:
-    batches = data.validation_batches(batch_size, max_rows=rows)
+    batches = data.validation_batches('validation', batch_size, max_rows=rows)
     return evaluate_passes(eval_step, params, batches)
 
 
@@ -73,7 +73,7 @@ def by_hand(data: Data, model: Transformer, params: Any) -> dict[str, np.ndarray
     }
     positions = []
     apply = jax.jit(lambda *args, **kwargs: model.apply({'params': params}, *args, **kwargs))
-    for batch in data.validation_batches(1, max_rows=ROWS):
+    for batch in data.validation_batches('validation', 1, max_rows=ROWS):
         counted = batch.weights[0] > 0
         positions.append(batch.positions[0][counted])
         where = {'positions_BT': batch.positions, 'segment_ids_BT': batch.segment_ids}
@@ -129,7 +129,9 @@ def test_a_first_pass_does_not_depend_on_how_many_follow(
 
 def test_bits_per_byte_by_hand(results: PassResults, data: Data, by_hand: dict[str, np.ndarray]) -> None:
     """A byte's token stands for one byte, EOS for none."""
-    targets = np.concatenate([b.targets[b.weights > 0] for b in data.validation_batches(1, max_rows=ROWS)])
+    targets = np.concatenate(
+        [b.targets[b.weights > 0] for b in data.validation_batches('validation', 1, max_rows=ROWS)]
+    )
     num_bytes = int((targets < 256).sum())
     assert results.bytes == num_bytes
     np.testing.assert_allclose(results.nats_per_byte_K, by_hand['nll'].sum(-1) / num_bytes, rtol=1e-6)
@@ -156,7 +158,9 @@ def test_bytes_are_those_of_the_validation_text(tokenizer: str, batch_size: int)
         )
     )
     step = make_eval_step(small, num_passes=1, token_bytes=data.token_bytes)
-    counted = evaluate_passes(step, init_params(small, jax.random.key(0)), data.validation_batches(batch_size))
+    counted = evaluate_passes(
+        step, init_params(small, jax.random.key(0)), data.validation_batches('validation', batch_size)
+    )
     assert counted.bytes == sum(len(document.encode()) for document in corpus.split().validation)
 
 
@@ -186,7 +190,7 @@ def test_poll_may_end_it_between_batches(data: Data, params: Any, eval_step: Any
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate_passes(eval_step, params, data.validation_batches(1), poll=poll)
+        evaluate_passes(eval_step, params, data.validation_batches('validation', 1), poll=poll)
     assert len(calls) == 3
     with pytest.raises(ValueError, match='no validation rows'):
         evaluate_passes(eval_step, params, iter(()))

@@ -185,7 +185,7 @@ def test_batches_of_the_processes_make_up_the_global_ones(
         iterators = [data.train_iterator(part) for part in parts]
         found = []
         for _ in range(5):
-            arrays = [np.full_like(x, -1, shape=(8, 96)) for x in data.validation_rows[0]]
+            arrays = [np.full_like(x, -1, shape=(8, 96)) for x in data.validation['validation'].batch([0])]
             for part, iterator in zip(parts, iterators, strict=True):
                 for array, local in zip(arrays, next(iterator), strict=True):
                     assert local.shape == (len(part), 96)

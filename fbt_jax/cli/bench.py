@@ -9,6 +9,7 @@ MFU (causal attention counted once, recomputation not), memory, and the input pi
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 
 from fbt_jax.cli import config_overrides
@@ -33,17 +34,19 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
     import jax
 
-    from fbt_jax.data import open_data
+    from fbt_jax.data import open_data, prepare_sources
     from fbt_jax.training.bench import bench
     from fbt_jax.training.loop import resolve
     from fbt_jax.training.processes import settle_platform
     from fbt_jax.training.summary import GIB, table
 
     settle_platform()
-    data = open_data(config)
-    config = resolve(config, data)
-    print(f'compiling, then {args.rounds} steps for each of {config.passes.pass_counts} passes ...', flush=True)
-    result = bench(config, data, rounds=args.rounds)
+    config = resolve(config)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_sources(config.data, folder)
+        data = open_data(config, folder)
+        print(f'compiling, then {args.rounds} steps for each of {config.passes.pass_counts} passes ...', flush=True)
+        result = bench(config, data, rounds=args.rounds)
     device = jax.devices()[0].device_kind
     print(f'{args.config} on {jax.device_count()} x {device}; {config.data.batch_size} rows of {config.data.seq_len}')
     rows = [('passes', 'median s', 'spread', 'tokens/s', 'model TFLOP/s', 'MFU')]

@@ -51,12 +51,12 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
     import jax
 
     from fbt_jax.data import open_data
-    from fbt_jax.evaluation.per_pass import evaluate_passes, make_eval_step
+    from fbt_jax.evaluation.per_pass import evaluate_passes, make_eval_step, together
     from fbt_jax.sharding import batch_shards
     from fbt_jax.training import summary
     from fbt_jax.training.loop import validation_batches
     from fbt_jax.training.processes import is_primary
-    from fbt_jax.training.run_folder import load_run, require_data, spread
+    from fbt_jax.training.run_folder import data_folder, load_run, require_data, spread
 
     trained = load_run(args.workdir, args.step)
     config = trained.config
@@ -65,27 +65,35 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
     if max(passes) > 1 and not has_feedback:
         raise UserError(f'--passes={args.passes}: {args.workdir} was trained without feedback; only 1 is possible')
 
-    data = open_data(config)
+    data = open_data(config, data_folder(args.workdir))
     require_data(args.workdir, data.fingerprint)
+    if not data.validation:
+        raise UserError(f'{args.workdir} was trained without validation data (data.validation)')
     rows_logged = _metric_rows(args.workdir) if args.plot else []
     trained, mesh = spread(trained)
     shards = batch_shards(mesh)
-    size = -(-min(config.data.batch_size, data.num_validation_rows) // shards) * shards
+    step = make_eval_step(trained.model, num_passes=max(passes), token_bytes=data.token_bytes)
+    by_set = {}
     with jax.set_mesh(mesh):
-        results = evaluate_passes(
-            make_eval_step(trained.model, num_passes=max(passes), token_bytes=data.token_bytes),
-            trained.params,
-            validation_batches(data, mesh, size, max_rows=args.rows),
-        )
+        for name, source in data.validation.items():
+            size = -(-min(config.data.batch_size, source.num_rows) // shards) * shards
+            batches = validation_batches(data, name, mesh, size, max_rows=args.rows)
+            by_set[name] = evaluate_passes(step, trained.params, batches)
     if not is_primary():
         return
-    rows = min(args.rows or data.num_validation_rows, data.num_validation_rows)
-    print(f'{args.workdir}, step {trained.step}: {rows} validation rows, {results.tokens:,.0f} tokens')
-    print(*summary.loss_table(results, passes), sep='\n')
-    if data.token_bytes is None:
-        print('accuracy by position:', *summary.position_table(results.accuracy_KP, passes), sep='\n')
+    for name, part in by_set.items():
+        rows = min(args.rows or data.validation[name].num_rows, data.validation[name].num_rows)
+        print(f'{args.workdir}, step {trained.step}: {rows} {name} rows, {part.tokens:,.0f} tokens')
+        print(*summary.loss_table(part, passes), sep='\n')
+        if data.token_bytes is None:
+            print('accuracy by position:', *summary.position_table(part.accuracy_KP, passes), sep='\n')
+    results = together(by_set.values())
     if args.json:
-        Path(args.json).write_text(json.dumps(_figures(args.workdir, trained.step, results, passes), indent=2) + '\n')
+        figures = _figures(args.workdir, trained.step, results, passes)
+        if len(by_set) > 1:
+            parts = {name: _figures(args.workdir, trained.step, part, passes) for name, part in by_set.items()}
+            figures['sets'] = parts
+        Path(args.json).write_text(json.dumps(figures, indent=2) + '\n')
     if args.plot:
         from fbt_jax.evaluation.plots import draw_run
 

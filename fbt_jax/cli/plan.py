@@ -42,7 +42,6 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
     import jax
 
-    from fbt_jax.data import open_data
     from fbt_jax.training import plan
     from fbt_jax.training.chips import CHIPS, chip_of
     from fbt_jax.training.loop import resolve
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         chip = CHIPS[chip_name(args.topology)]
         devices = list(devices_of(args.topology, config.mesh.slices))
     if config.model.vocab_size is None:
-        config = resolve(config, open_data(config))
+        config = resolve(config)
 
     def say(text: str) -> None:
         print(text, flush=True)

@@ -7,6 +7,7 @@ document's piece, so that a table by position needs no second run. Shapes: K pas
 document. Sums on the device are float32 over one batch, float64 over batches.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -122,3 +123,8 @@ def evaluate_passes(
     if sums is None:
         raise ValueError('no validation rows to evaluate')
     return PassResults(sums)
+
+
+def together(results: Iterable[PassResults]) -> PassResults:
+    """Over the rows of all of them, each token counted once."""
+    return PassResults(functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), (r.sums for r in results)))

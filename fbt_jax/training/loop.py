@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from fbt_jax.batch import Batch
 from fbt_jax.config import Config, flat_keys
-from fbt_jax.data import Data, open_data
+from fbt_jax.data import Data, open_data, prepare_sources, resolved, vocab_size
 from fbt_jax.errors import UserError
-from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step
+from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step, together
 from fbt_jax.sharding import local_rows, make_mesh, place, require_divisible
 from fbt_jax.training import metrics, summary
 from fbt_jax.training.checkpoint import Checkpoints, Loaded
@@ -31,6 +31,7 @@ from fbt_jax.training.optimizer import decay_start
 from fbt_jax.training.processes import agree, is_primary, on_primary
 from fbt_jax.training.run_folder import (
     claim_folder,
+    data_folder,
     enable_float64,
     has_checkpoint,
     locked,
@@ -79,30 +80,37 @@ def train(config: Config, workdir: str) -> None:
     require_path(workdir)
     with StopSignals() as stop:
         enable_float64(config)
-        data = open_data(config)
-        config = resolve(config, data)
-        agree(flat_keys(config) | {'--workdir': str(Path(workdir).absolute()), 'data': data.fingerprint})
+        config = resolve(config, workdir)
+        agree(flat_keys(config) | {'--workdir': str(Path(workdir).absolute())})
+        require_divisible(config, make_mesh(config.mesh))  # before hours may go into tokenising
+        on_primary(lambda: prepare_sources(config.data, data_folder(workdir), poll=stop.poll))
+        data = open_data(config, data_folder(workdir))
+        agree({'data': data.fingerprint})
         use_compilation_cache(workdir)
         trainer = _Trainer(config, workdir, data, stop)  # all that a user may have got wrong is found before `locked`
         with locked(workdir):
-            on_primary(lambda: claim_folder(workdir, config, data.fingerprint, say))
+            on_primary(lambda: claim_folder(workdir, config, data, say))
             require_shared(workdir)
             with Checkpoints(workdir, config.training.keep_checkpoints) as checkpoints:
                 trainer.run(checkpoints)
 
 
-def resolve(config: Config, data: Data) -> Config:
-    """`config` with what the data decide filled in: the vocabulary's size."""
-    size = config.model.vocab_size or data.vocab_size
-    if size < data.vocab_size:
-        raise UserError(f'model.vocab_size = {size}: the data need at least {data.vocab_size}')
+def resolve(config: Config, workdir: str | None = None) -> Config:
+    """`config` with what the tokenizer decides filled in: the vocabulary's size, the names of BOS and EOS."""
+    config = dataclasses.replace(config, data=resolved(config.data, data_folder(workdir) if workdir else None))
+    needed = vocab_size(config.data, data_folder(workdir) if workdir else None)
+    size = config.model.vocab_size or needed
+    if size < needed:
+        raise UserError(f'model.vocab_size = {size}: the data need at least {needed}')
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def validation_batches(data: Data, mesh: jax.sharding.Mesh, size: int, *, max_rows: int = 0) -> Iterator[Batch]:
-    """The validation rows as global batches of `size` rows on the mesh, of which each process reads its own."""
+def validation_batches(
+    data: Data, name: str, mesh: jax.sharding.Mesh, size: int, *, max_rows: int = 0
+) -> Iterator[Batch]:
+    """A validation set as global batches of `size` rows on the mesh, of which each process reads its own."""
     rows = local_rows(mesh, size)
-    for batch in data.validation_batches(size, max_rows=max_rows, rows=rows):
+    for batch in data.validation_batches(name, size, max_rows=max_rows, rows=rows):
         yield place(batch, mesh, rows=rows, num_rows=size)
 
 
@@ -117,6 +125,7 @@ class _Trainer:
         summary.require_split(self.setup)
         self.rows = local_rows(self.mesh, config.data.batch_size)
         self.iterator = data.train_iterator(self.rows)
+        self.steps = self._last_step()
         self.tally = Tally()
         self.pending: _Pending | None = None
         self.clock = time.perf_counter()
@@ -136,14 +145,14 @@ class _Trainer:
             self._run()
 
     def _run(self) -> None:
-        steps = self.config.training.steps
+        steps = self.steps
         first = int(self.state.step)
         if first > steps:
             raise UserError(f'training.steps = {steps}: the run in {self.workdir} has done {first} already')
         if first == steps and not self._evaluation_missed(first):
             say(f'{self.workdir} has done its {steps} steps already')
             return self._final_table()
-        on_primary(lambda: record_config(self.workdir, self.config, self.data.fingerprint))
+        on_primary(lambda: record_config(self.workdir, self.config, self.data))
         with self._open_writer(first if self.resumed else None) as self.writer:
             try:
                 if self.source is not None:
@@ -165,7 +174,7 @@ class _Trainer:
         self._final_table()
 
     def _take_steps(self, first: int) -> None:
-        steps = self.config.training.steps
+        steps = self.steps
         step_function = self._compile()
         with self._bar(first) as self.bar:
             for step in range(first + 1, steps + 1):
@@ -188,6 +197,18 @@ class _Trainer:
         return place(next(self.iterator), self.mesh, rows=rows, num_rows=total)
 
     # Set-up
+
+    def _last_step(self) -> int:
+        """`training.steps`, or less where a source that must not be read twice comes to its end before."""
+        steps = self.config.training.steps
+        if self.config.data.exhausted == 'repeat':
+            return steps
+        last, name = self.data.steps_in_one_epoch(steps)
+        if last == 0:
+            raise UserError(f'data.exhausted = end: the source {name!r} has not the rows of one step')
+        if last < steps:
+            say(f'the run ends after {last} of {steps} steps: the source {name!r} has no more (data.exhausted = end)')
+        return last
 
     def _open_writer(self, resume_step: int | None) -> metrics.MetricsWriter | metrics.NoWriter:
         return metrics.MetricsWriter(self.workdir, resume_step) if is_primary() else metrics.NoWriter()
@@ -227,7 +248,7 @@ class _Trainer:
     def _bar(self, first: int) -> tqdm:
         seconds = 0.2 if sys.stderr.isatty() else 10  # a log file is no place for a moving bar
         return tqdm(
-            total=self.config.training.steps,
+            total=self.steps,
             initial=first,
             unit='step',
             dynamic_ncols=True,
@@ -256,7 +277,7 @@ class _Trainer:
             self.tally.token_passes + tokens * passes,
             self.tally.nonfinite_steps + (nonfinite > 0),
         )
-        if step % self.config.training.log_every == 0 or step == self.config.training.steps:
+        if step % self.config.training.log_every == 0 or step == self.steps:
             self.writer.write(self._train_row(step, values, seconds))
         self.bar.set_postfix_str(
             f'pass-1 loss {values.loss_K[0]:.3f}, passes {passes}, {tokens / seconds:,.0f} tokens/s', refresh=False
@@ -288,39 +309,55 @@ class _Trainer:
             tokens_per_second=tokens / seconds,
             step_seconds=seconds,
             mfu=flops / seconds / peak if peak else None,
+            read_so_far=self.data.read_so_far(step),
         )
 
     # Evaluation
 
-    def _results(self, eval_step: Any, params: Any, max_rows: int) -> PassResults:
+    def _results(self, eval_step: Any, max_rows: int) -> dict[str, PassResults]:
+        """Of each validation set."""
+        return {name: self._results_of(name, eval_step, max_rows) for name in self.data.validation}
+
+    def _results_of(self, name: str, eval_step: Any, max_rows: int) -> PassResults:
         size = self.config.data.batch_size // self.config.training.microbatches
-        batches = validation_batches(self.data, self.mesh, size, max_rows=max_rows)
-        return evaluate_passes(eval_step, params, batches, poll=self.stop.poll)
+        batches = validation_batches(self.data, name, self.mesh, size, max_rows=max_rows)
+        return evaluate_passes(eval_step, self.state.params, batches, poll=self.stop.poll)
 
     def _make_eval_step(self, num_passes: int) -> Any:
         return make_eval_step(self.setup.model, num_passes=num_passes, token_bytes=self.data.token_bytes)
 
     def _evaluate(self, step: int) -> None:
         self._read_pending()
-        results = self._results(self.eval_step, self.state.params, self.config.training.eval_rows)
-        self.validation = metrics.validation_row(
+        results = self._results(self.eval_step, self.config.training.eval_rows)
+        if len(results) > 1:
+            for name, part in results.items():
+                self.writer.write(self._validation_row(step, part, f'validation/{name}'))
+        whole = together(results.values())
+        self.validation = self._validation_row(step, whole, 'validation')
+        self.writer.write(self.validation)
+        losses = ', '.join(f'{loss:.4f}' for loss in whole.loss_K)
+        say(f'step {step}: validation loss after 1..{self.eval_passes} passes: {losses} nats/token')
+        self.clock = time.perf_counter()
+
+    def _validation_row(self, step: int, results: PassResults, split: str) -> metrics.Row:
+        return metrics.validation_row(
             step=step,
+            split=split,
             pass_losses=results.loss_K,
             update_norms=results.update_norm_K[1:],
             bytes_per_token=results.bytes / results.tokens if results.bytes else None,
         )
-        self.writer.write(self.validation)
-        losses = ', '.join(f'{loss:.4f}' for loss in results.loss_K)
-        say(f'step {step}: validation loss after 1..{self.eval_passes} passes: {losses} nats/token')
-        self.clock = time.perf_counter()
 
     def _tell_first_loss(self) -> None:
-        one_pass = self._make_eval_step(1)
-        loss = self._results(one_pass, self.state.params, self.config.training.eval_rows).loss_K[0]
+        if not self.data.validation:
+            return
+        results = self._results(self._make_eval_step(1), self.config.training.eval_rows)
+        loss = together(results.values()).loss_K[0]
         say(f'  validation loss after one pass, before the first step: {loss:.6f} nats/token')
 
     def _evaluation_due(self, step: int) -> bool:
-        return step % self.config.training.eval_every == 0 or step == self.config.training.steps
+        due = step % self.config.training.eval_every == 0 or step == self.steps
+        return due and bool(self.data.validation)
 
     def _evaluation_missed(self, step: int) -> bool:
         """A signal in the middle of an evaluation saves the step without its row; the resumed run makes up for it."""
@@ -340,19 +377,29 @@ class _Trainer:
             raise
 
     def _print_final_table(self) -> None:
+        for name in self.data.validation:
+            self._print_table_of(name)
+        if not self.data.validation:
+            say('no validation data (data.validation)')
+        told = ', '.join(f'{name} {value:.4g}' for name, value in self.data.read_so_far(self.steps).items())
+        if told:
+            say(f'read: {told}')
+        say(f'{self.tally.tokens:,} tokens, {self.tally.token_passes:,} token-passes; run folder: {self.workdir}')
+
+    def _print_table_of(self, name: str) -> None:
         show = summary.printer(say)
-        say(f'validation, all {self.data.num_validation_rows} rows:')
-        results = self._results(self.eval_step, self.state.params, 0)
+        total = self.data.validation[name].num_rows
+        say(f'{name}, all {total} rows:')
+        results = self._results_of(name, self.eval_step, 0)
         show(summary.loss_table(results, range(1, self.eval_passes + 1)))
         if self.data.token_bytes is None:
             say('accuracy by position:')
             show(summary.position_table(results.accuracy_KP, range(1, self.eval_passes + 1)))
         if self.eval_passes > 1:
-            long = self._make_eval_step(FINAL_PASSES[-1])
-            rows = min(FINAL_LONG_ROWS, self.data.num_validation_rows)
-            say(f'validation, {rows} rows, iterated past the passes it was trained with:')
-            show(summary.loss_table(self._results(long, self.state.params, rows), FINAL_PASSES))
-        say(f'{self.tally.tokens:,} tokens, {self.tally.token_passes:,} token-passes; run folder: {self.workdir}')
+            rows = min(FINAL_LONG_ROWS, total)
+            say(f'{name}, {rows} rows, iterated past the passes it was trained with:')
+            long = self._results_of(name, self._make_eval_step(FINAL_PASSES[-1]), rows)
+            show(summary.loss_table(long, FINAL_PASSES))
 
     # Checkpoints, profile
 

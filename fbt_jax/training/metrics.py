@@ -9,7 +9,7 @@ DIR/tensorboard has the same names under `train/` and `validation/`.
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,10 +34,12 @@ def train_row(
     step_seconds: float,
     z_loss: Scalar | None = None,
     mfu: float | None = None,
+    read_so_far: Mapping[str, float] | None = None,
 ) -> Row:
     """The row of one update; `step` is 1 after the first. pass_losses: nats per token of passes 1..K (K = its length).
 
     `z_loss` None where it is off, `mfu` None where the device's peak is unknown: then the row has no such field.
+    `read_so_far`: `epochs` of the data, or `epochs_NAME` and `share_NAME` of each source of a mixture.
     """
     row: Row = {'step': int(step), 'split': 'train', 'passes': len(pass_losses), 'loss': _float32(loss)}
     row |= _numbered('loss_pass', pass_losses)
@@ -53,7 +55,7 @@ def train_row(
     }
     if mfu is not None:
         row['mfu'] = _float32(mfu)
-    return row
+    return row | {name: _float32(value) for name, value in (read_so_far or {}).items()}
 
 
 def validation_row(
@@ -62,18 +64,20 @@ def validation_row(
     pass_losses: Scalars,
     update_norms: Scalars,
     bytes_per_token: float | None = None,
+    split: str = 'validation',
 ) -> Row:
     """The row of one evaluation with K = len(pass_losses) passes.
 
     pass_losses: nats per token of passes 1..K. update_norms: those of passes 2..K. bytes_per_token: bytes of text over
-    counted tokens; None where the data are not text, and then the row has no `bits_per_byte_pass_i`.
+    counted tokens; None where the data are not text, and then the row has no `bits_per_byte_pass_i`. split: of one of
+    several sets `validation/NAME`; `validation` is all of them.
     """
     if len(update_norms) != len(pass_losses) - 1:
         raise ValueError(
             f'{len(update_norms)} update norms for {len(pass_losses)} passes: must be one for each but the first'
         )
     losses = [_float32(loss) for loss in pass_losses]
-    row: Row = {'step': int(step), 'split': 'validation', 'passes': len(losses)}
+    row: Row = {'step': int(step), 'split': split, 'passes': len(losses)}
     row |= _numbered('loss_pass', losses)
     row |= _numbered('perplexity_pass', [_exp(loss) for loss in losses])
     if bytes_per_token is not None:

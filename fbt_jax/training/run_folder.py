@@ -1,6 +1,6 @@
 """A run's folder: what `config.json` records, whose folder it is, and how a trained model is loaded from it.
 
-    DIR/config.json  DIR/metrics.jsonl  DIR/checkpoints/STEP/  DIR/tensorboard/
+    DIR/config.json  DIR/metrics.jsonl  DIR/checkpoints/STEP/  DIR/tensorboard/  DIR/data/
 
 A resume must not change the model, the data order or the seed; other keys may change, and the change is told.
 """
@@ -20,8 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from fbt_jax.config import Config, MeshConfig, changed_keys, from_dict, to_dict
-from fbt_jax.data import load_tokenizer
-from fbt_jax.data.tokenizer import Tokenizer
+from fbt_jax.data import Data, Tokenizer, load_tokenizer
 from fbt_jax.errors import UserError
 from fbt_jax.files import hold, replace
 from fbt_jax.model.transformer import Transformer, param_specs
@@ -30,7 +29,10 @@ from fbt_jax.training.checkpoint import load_tree
 from fbt_jax.training.processes import everywhere, on_primary
 
 FIXED_SECTIONS = ('seed', 'data', 'model', 'init')
-FREE_KEYS = ('model.attention', 'model.remat', 'model.fp32_gradient_reduction')  # how, not what, is computed
+# How, not what, is computed.
+FREE_KEYS = ('model.attention', 'model.remat', 'model.fp32_gradient_reduction', 'data.workers')
+# Where things lie: what is in them is known by the data's fingerprint.
+PATH_KEYS = ('data.source', 'data.validation', 'data.tokenizer')
 SHARED_SECONDS = 10  # for a network disk to show a new file
 PACKAGES = ('fbt-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 
@@ -63,7 +65,7 @@ def load_run(workdir: str, step: int | None = None) -> Run:
     params = jax.tree.map(jax.numpy.asarray, loaded.tree['params'])
     # The kernel is the machine's choice: a run on TPU opens on a CPU.
     model = Transformer(dataclasses.replace(config.model, attention='auto'))
-    return Run(model, params, config, load_tokenizer(config.data), loaded.step)
+    return Run(model, params, config, load_tokenizer(config.data, data_folder(workdir)), loaded.step)
 
 
 def spread(run: Run) -> tuple[Run, Mesh]:
@@ -101,6 +103,11 @@ def require_shared(workdir: str) -> None:
         raise UserError(f'--workdir={workdir}: not all processes see the same folder; it must be on a shared disk')
 
 
+def data_folder(workdir: str) -> Path:
+    """Where a run keeps its tokenizer's file, and the raw text that it tokenised."""
+    return Path(workdir) / 'data'
+
+
 def require_path(workdir: str) -> None:
     """UserError for a bucket's address: files are opened, appended to and locked as on a disk."""
     if '://' in workdir:
@@ -117,7 +124,7 @@ def has_checkpoint(workdir: str) -> bool:
     return any(path.name.isdigit() for path in Path(workdir).glob('checkpoints/*'))
 
 
-def claim_folder(workdir: str, config: Config, fingerprint: str, say: Callable[[str], None]) -> None:
+def claim_folder(workdir: str, config: Config, data: Data, say: Callable[[str], None]) -> None:
     """Writes the config.json of a new run, or checks that the folder's run is this one; changes nothing then.
 
     Raises:
@@ -131,25 +138,32 @@ def claim_folder(workdir: str, config: Config, fingerprint: str, say: Callable[[
         fixed = [
             f'{key} was {a!r}, now {b!r}'
             for key, (a, b) in changes.items()
-            if key.split('.')[0] in FIXED_SECTIONS and key not in FREE_KEYS
+            if key.split('.')[0] in FIXED_SECTIONS and key not in (*FREE_KEYS, *PATH_KEYS)
         ]
+        if 'training.steps' in changes and _weight_phases(from_dict(old['config'])) != _weight_phases(config):
+            fixed.append('training.steps moves the phases of data.weights: give their starts in steps')
         if fixed:
             raise UserError(f'{workdir} holds another run: {"; ".join(fixed)}. Use a new --workdir, or the old values')
-        require_data(workdir, fingerprint)
+        require_data(workdir, data.fingerprint)
         for key, (before, now) in changes.items():
             say(f'resuming with {key} = {now!r} (was {before!r})')
         return
     if any((Path(workdir) / name).exists() for name in ('checkpoints', 'metrics.jsonl')):
         raise UserError(f'{workdir} holds checkpoints or metrics but no config.json: use a new --workdir')
-    record_config(workdir, config, fingerprint)
+    if data.tokenizer is not None and data.tokenizer.file is not None:
+        name, content = data.tokenizer.file
+        data_folder(workdir).mkdir(exist_ok=True)
+        replace(data_folder(workdir) / name, content)
+    record_config(workdir, config, data)
 
 
-def record_config(workdir: str, config: Config, fingerprint: str) -> None:
+def record_config(workdir: str, config: Config, data: Data) -> None:
     """Writes config.json: what the steps from here on are trained with, and on what."""
     path = Path(workdir) / 'config.json'
     record = {
         'config': to_dict(config),
-        'data_fingerprint': fingerprint,
+        'data_fingerprint': data.fingerprint,
+        'data': data.record,
         'versions': {name: importlib.metadata.version(name) for name in PACKAGES},
         'git_commit': _git_commit(),
         'device_kind': jax.devices()[0].device_kind,
@@ -177,6 +191,10 @@ def locked(workdir: str) -> Iterator[None]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def _weight_phases(config: Config) -> Any:
+    return config.data.weight_phases(config.training.steps)
 
 
 def _read_record(workdir: str) -> dict[str, Any]:
