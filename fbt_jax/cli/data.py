@@ -113,8 +113,10 @@ def _show(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from fbt_jax.data import open_data
     from fbt_jax.passes import Noise, plain_positions, step_key
     from fbt_jax.training.loop import resolve
+    from fbt_jax.training.processes import settle_platform
     from fbt_jax.training.run_folder import data_folder
 
+    settle_platform()
     config = resolve(config, args.workdir)
     data = open_data(config, data_folder(args.workdir) if args.workdir else None)
     count = min(args.rows, config.data.batch_size)
@@ -129,7 +131,8 @@ def _show(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     plain = {k: np.asarray(plain_positions(batch, k, noise)) for k in range(2, args.passes + 1)}
     for number in range(count):
         row = Batch(*(x[number] for x in batch))
-        print(f'step {args.step}, row {number} (row {first + number} of the stream)')
+        source = data.source_of(first + number)
+        print(f'step {args.step}, row {number} (row {first + number} of the stream{source and f", {source}"})')
         for segment in range(1, int(row.segment_ids.max()) + 1):
             here = np.flatnonzero(row.segment_ids == segment)
             counted = int((row.weights[here] > 0).sum())

@@ -41,14 +41,15 @@ class Mixture:
         first, before, shares = next(phase for phase in reversed(self._phases) if phase[0] <= row)
         return before + np.array(_split(row - first, shares), np.int64)
 
+    def find(self, row: int) -> tuple[int, int]:
+        """The member that `row` comes from, and the number that it has there."""
+        counts = self.counts(row)
+        member = int(np.argmax(self.counts(row + 1) - counts))
+        return member, int(counts[member])
+
     def batch(self, rows: Sequence[int]) -> Batch:
         """Those rows of the mixture, (len(rows), T)."""
-        member_of, number_of = [], []
-        for row in rows:
-            counts = self.counts(row)
-            member = int(np.argmax(self.counts(row + 1) - counts))
-            member_of.append(member)
-            number_of.append(int(counts[member]))
+        member_of, number_of = zip(*map(self.find, rows), strict=True)
         out: Batch | None = None
         for member in sorted(set(member_of)):
             places = [i for i, m in enumerate(member_of) if m == member]

@@ -109,6 +109,13 @@ class Data:
         epochs = {f'epochs_{name}': self.members[name].epochs(count) for name, count in named.items()}
         return epochs | {f'share_{name}': count / rows for name, count in named.items()}
 
+    def source_of(self, row: int) -> str:
+        """Of a mixture's row: which source it comes from, and its number there; '' where there is but one."""
+        if not isinstance(self.train_rows, Mixture):
+            return ''
+        member, number = self.train_rows.find(row)
+        return f'{list(self.members)[member]} {number}'
+
     def steps_in_one_epoch(self, at_most: int) -> tuple[int, str]:
         """How many whole steps, up to `at_most`, no source has to be read twice for, and the source that ends first."""
 
