@@ -9,33 +9,35 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers_e2e import checkpoint_bits, finish, rows, start, start_training, train, without_times, write_config
+from helpers_e2e import ROOT, checkpoint_bits, finish, rows, start, start_training, train, without_times, write_config
 
 from fbt_jax import load_run
 from fbt_jax.data import corpus
+from fbt_jax.data.tokenizer import train_bpe
 
+# configs/small.py, made small.
 MIXTURE = """
-from fbt_jax.config import default_config
+import runpy
 
 
 def get_config():
-    config = default_config()
+    config = runpy.run_path('ROOT/configs/small.py')['get_config']()
     config.seed = 3
-    config.data.source = {'code': 'text:FOLDER/code/*.py#except_every=10', 'prose': 'jsonl:FOLDER/prose.jsonl'}
-    config.data.weights = ((0, {'code': 0.25, 'prose': 0.75}), (20, {'code': 1, 'prose': 0}))
-    config.data.validation = {'code': 'text:FOLDER/code/*.py#every=10', 'prose': 'jsonl:FOLDER/held_out.jsonl'}
+    config.data.source = {'code': 'text:FOLDER/code/*.py#except_every=10', 'web': 'jsonl:FOLDER/web.jsonl'}
+    config.data.weights = ((0, {'code': 0.25, 'web': 0.75}), (20, {'code': 1, 'web': 0}))
+    config.data.validation = {'code': 'text:FOLDER/code/*.py#every=10', 'web': 'jsonl:FOLDER/held_out.jsonl'}
+    config.data.tokenizer = 'FOLDER/tokenizer.json'
     config.data.seq_len = 64
     config.data.batch_size = 8
-    config.model.width = 32
-    config.model.num_layers = 2
-    config.model.num_heads = 4
-    config.model.num_kv_heads = 2
+    config.model.vocab_size = 512
+    config.model.width = 48
     config.model.mlp_width = 64
-    config.model.window = 16
+    config.model.num_layers = 2
     config.model.full_attention_every = 2
-    config.model.remat = 'nothing'
+    config.model.window = 16
     config.passes.phases = ((0, (0.6, 0.4)),)
     config.training.steps = 40
+    config.training.microbatches = 2
     config.training.log_every = 1
     config.training.eval_every = 20
     config.training.eval_rows = 20
@@ -51,9 +53,10 @@ def materials(folder: Path) -> Path:
     for path in modules[:60]:
         shutil.copy(path, folder / 'code' / path.name)
     train_split, validation = corpus.split()
-    for name, texts in (('prose', train_split[:20]), ('held_out', validation[:2])):
+    for name, texts in (('web', train_split[:20]), ('held_out', validation[:2])):
         (folder / f'{name}.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
-    return write_config(folder, MIXTURE.replace('FOLDER', str(folder)))
+    (folder / 'tokenizer.json').write_text(train_bpe(validation, 512))
+    return write_config(folder, MIXTURE.replace('FOLDER', str(folder)).replace('ROOT', str(ROOT)))
 
 
 @pytest.fixture(scope='module')
@@ -75,11 +78,11 @@ def test_a_mixture_of_raw_text_trains_and_tells_what_it_read(run: tuple[Path, Pa
     assert trained[40]['epochs_code'] == pytest.approx(200 * 64 / tokens, rel=1e-6)
     assert 'read: epochs_code' in out
     splits = {row['split'] for row in found if row['step'] == 40}
-    assert splits == {'train', 'validation', 'validation/code', 'validation/prose'}
+    assert splits == {'train', 'validation', 'validation/code', 'validation/web'}
     # The whole is all tokens together: between its parts.
     losses = {row['split']: row['loss_pass_1'] for row in found if row['step'] == 40}
-    assert min(losses['validation/code'], losses['validation/prose']) < losses['validation']
-    assert losses['validation'] < max(losses['validation/code'], losses['validation/prose'])
+    assert min(losses['validation/code'], losses['validation/web']) < losses['validation']
+    assert losses['validation'] < max(losses['validation/code'], losses['validation/web'])
 
 
 def test_the_files_are_listed_with_the_run(run: tuple[Path, Path, str]) -> None:
@@ -89,7 +92,7 @@ def test_the_files_are_listed_with_the_run(run: tuple[Path, Path, str]) -> None:
     assert listed == sorted((p.name, p.stat().st_size) for p in (folder / 'code').iterdir())
     assert record['validation-code']['documents'] == len(listed) // 10
     assert record['train-code']['documents'] == len(listed) - len(listed) // 10
-    assert (record['train-prose']['documents'], record['validation-prose']['documents']) == (20, 2)
+    assert (record['train-web']['documents'], record['validation-web']['documents']) == (20, 2)
 
 
 def test_a_run_goes_on_without_its_sources_but_not_with_others(run: tuple[Path, Path, str], tmp_path: Path) -> None:
@@ -107,13 +110,17 @@ def test_a_run_goes_on_without_its_sources_but_not_with_others(run: tuple[Path, 
         assert f'was made from other files: {first.name} came, went or changed size' in told
         first.write_bytes(content)
         code.rename(hidden)
+        (folder / 'tokenizer.json').rename(folder / 'gone.json')
         assert 'has done its 40 steps already' in train(config, workdir, more).out
         assert load_run(str(workdir)).tokenizer is not None
         assert finish(start('evaluate', f'--workdir={workdir}', '--passes=1', '--rows=3')).status == 0
         elsewhere = write_config(tmp_path, config.read_text().replace('/code/*.py', '/hidden/*.py'))
         assert 'has done its 40 steps already' in train(elsewhere, workdir, more).out  # the same files in a new place
     finally:
-        first.write_bytes(content) if code.exists() else hidden.rename(code)
+        if hidden.exists():
+            hidden.rename(code)
+            (folder / 'gone.json').rename(folder / 'tokenizer.json')
+        first.write_bytes(content)
 
 
 @pytest.mark.slow
