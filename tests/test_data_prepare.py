@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,63 @@ def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path: Path) -> None:
             assert 'missing or damaged' in str(error)
             found += 1
     assert found > 5
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_a_shard_that_goes_bad_in_mid_run_ends_the_run_and_its_threads(tmp_path: Path, workers: int) -> None:
+    write_jsonl(tmp_path / 'b.jsonl', ['x' * 200] * 40)
+    data = data_of(tmp_path, source=f'jsonl:{tmp_path}/b.jsonl', weights=(), workers=workers)
+    before = set(threading.enumerate())
+    iterator = data.train_iterator()
+    next(iterator)
+    shard = tmp_path / 'data' / 'train' / 'shard-00000.array_record'
+    with shard.open('r+b') as file:  # of the same size, so that the open file shows it
+        file.write(b'\xff' * shard.stat().st_size)
+    with pytest.raises(UserError, match=r'shard-00000\.array_record is missing or damaged: records'):
+        for _ in range(20):
+            next(iterator)
+    iterator.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_a_million_documents(tmp_path: Path) -> None:
+    """Peak memory of preparing and of reading an epoch; three times the documents add what their order takes."""
+    code = """
+import sys
+from pathlib import Path
+from fbt_jax.config_data import DataConfig, parse_source
+from fbt_jax.data.documents import Prepared
+from fbt_jax.data.packing import StreamRows
+from fbt_jax.data.prepare import prepare
+from fbt_jax.data.tokenizer import open_tokenizer
+
+def peak():
+    return next(int(line.split()[1]) // 1024 for line in Path('/proc/self/status').open() if line.startswith('VmHWM'))
+
+folder = Path(sys.argv[1])
+tokenizer = open_tokenizer(DataConfig(tokenizer='bytes'))
+prepare(parse_source(f'text:{folder}/lines.txt#unit=line'), tokenizer, folder / 'out', progress_bar=False)
+prepared = peak()
+rows = StreamRows(Prepared(folder / 'out'), seq_len=2048, seed=0)
+for start in range(0, rows.epoch_rows, 64):
+    rows.batch(range(start, start + 64))
+print(prepared, peak())
+"""
+    peaks = {}
+    for count in (300_000, 1_000_000):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        (folder / 'lines.txt').write_text(''.join(f'document {i} of many\n' for i in range(count)))
+        printed = subprocess.run(
+            [sys.executable, '-c', code, str(folder)], capture_output=True, text=True, check=True
+        ).stdout
+        peaks[count] = [int(x) for x in printed.split()]
+    print(peaks)
+    assert peaks[1_000_000][0] - peaks[300_000][0] < 50  # MiB
+    assert peaks[1_000_000][1] - peaks[300_000][1] < 150
 
 
 # Rows of a run: the same for any number of hosts, workers and interruptions

@@ -231,3 +231,54 @@ def test_global_batches_do_not_depend_on_the_processes() -> None:
     assert len(set(found[1])) == 5
     assert found[2] == found[1]
     assert found[4] == found[1]
+
+
+# The first process takes longer over the text than a collective waits for a late peer (30 s).
+TOKENISING = """
+import sys, time
+from fbt_jax.training import run_folder
+from fbt_jax.cli import main
+
+prepare = run_folder.prepare_sources
+
+
+def slowly(*args, **kwargs):
+    time.sleep(40)
+    prepare(*args, **kwargs)
+
+
+run_folder.prepare_sources = slowly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_others_wait_while_the_first_tokenises(tmp_path: Path) -> None:
+    (tmp_path / 'a.txt').write_text('It is a truth universally acknowledged. ' * 300)
+    config = write_config(tmp_path)
+    arguments = [
+        'train',
+        f'--config={config}',
+        f'--config.data.source=text:{tmp_path}/a.txt',
+        '--config.data.tokenizer=bytes',
+        '--config.data.seq_len=32',
+        '--config.training.steps=3',
+    ]
+    losses = {}
+    for count in (1, 2):
+        workdir = tmp_path / f'run{count}'
+        code = TOKENISING if count > 1 else TOKENISING.replace('time.sleep(40)', '')
+        processes = [
+            subprocess.Popen(
+                [sys.executable, '-c', code, *arguments, f'--workdir={workdir}'],
+                cwd=ROOT,
+                env=os.environ | {'JAX_PLATFORMS': 'cpu'} | extra,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for extra in environments(count)
+        ]
+        for result in finish_all(processes):
+            assert result.status == 0, result.text
+        losses[count] = [row['loss'] for row in rows(workdir) if row['split'] == 'train']
+    assert losses[2] == pytest.approx(losses[1], rel=1e-5)

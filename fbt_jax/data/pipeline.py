@@ -192,11 +192,20 @@ def vocab_size(data: DataConfig, folder: str | Path | None = None) -> int:
 
 def prepare_sources(data: DataConfig, folder: str | Path, *, poll: Callable[[], None] = lambda: None) -> None:
     """Tokenises what is raw text into `folder`, a folder for each source, or goes on with it."""
-    raw = {label: source for label, source in _sources(data).items() if source.format not in (*BUILT_IN, 'prepared')}
-    for label, source in raw.items():
+    for label, source in _raw_sources(data).items():
         tokenizer = load_tokenizer(data, folder)
         assert tokenizer is not None, 'raw text has a tokenizer'
         prepare(source, tokenizer, Path(folder) / label, poll=poll)
+
+
+def is_prepared(data: DataConfig, folder: str | Path) -> bool | None:
+    """Whether `folder` has all that `prepare_sources` makes; None if there is nothing to make."""
+    raw = _raw_sources(data)
+    return all((Path(folder) / label / 'index.json').is_file() for label in raw) if raw else None
+
+
+def _raw_sources(data: DataConfig) -> dict[str, Source]:
+    return {label: source for label, source in _sources(data).items() if source.format not in (*BUILT_IN, 'prepared')}
 
 
 def _sources(data: DataConfig) -> dict[str, Source]:

@@ -26,6 +26,9 @@ from fbt_jax.errors import UserError
 from fbt_jax.files import held, replace
 
 SHARD_TOKENS = 2**24
+MEAN_TOKENS = (
+    64  # where documents are shorter on average, their number fills a shard: ArrayRecord's indices grow with it
+)
 # What is encoded at a time: tokenizers need a hundred bytes and more for each token on the way.
 BLOCK_CHARACTERS = 2**22
 # A longer text is encoded in pieces, cut where a line begins if there is such a place in a piece's second half, else
@@ -168,7 +171,8 @@ class _Work:
         self._tokens += len(encoded.tokens)
         self._bytes += encoded.text_bytes
         self.position = encoded.item.next
-        if self._tokens >= self.header['shard_tokens']:
+        full = self.header['shard_tokens']
+        if self._tokens >= full or len(self._lengths) >= full // MEAN_TOKENS:
             self._end_shard()
 
     @property

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from fbt_jax.batch import Batch
 from fbt_jax.config import Config, flat_keys
-from fbt_jax.data import Data, open_data, prepare_sources, resolved, vocab_size
+from fbt_jax.data import BestFitRows, Data, open_data, resolved, vocab_size
 from fbt_jax.errors import UserError
 from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step, together
 from fbt_jax.sharding import local_rows, make_mesh, place, require_divisible
@@ -38,6 +38,7 @@ from fbt_jax.training.run_folder import (
     record_config,
     require_path,
     require_shared,
+    tokenise_raw,
 )
 from fbt_jax.training.signals import Stopped, StopSignals
 from fbt_jax.training.step import StepMetrics, TrainState
@@ -83,7 +84,7 @@ def train(config: Config, workdir: str) -> None:
         config = resolve(config, workdir)
         agree(flat_keys(config) | {'--workdir': str(Path(workdir).absolute())})
         require_divisible(config, make_mesh(config.mesh))  # before hours may go into tokenising
-        on_primary(lambda: prepare_sources(config.data, data_folder(workdir), poll=stop.poll))
+        tokenise_raw(config, workdir, poll=stop.poll)
         data = open_data(config, data_folder(workdir))
         agree({'data': data.fingerprint})
         use_compilation_cache(workdir)
@@ -153,6 +154,9 @@ class _Trainer:
             say(f'{self.workdir} has done its {steps} steps already')
             return self._final_table()
         on_primary(lambda: record_config(self.workdir, self.config, self.data))
+        for name, rows in self.data.members.items():
+            if isinstance(rows, BestFitRows):
+                say(f'{name}: best-fit packing drops no token, {rows.padding:.2%} of its positions are padding')
         with self._open_writer(first if self.resumed else None) as self.writer:
             try:
                 if self.source is not None:

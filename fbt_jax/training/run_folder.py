@@ -20,13 +20,13 @@ import jax
 from jax.sharding import Mesh
 
 from fbt_jax.config import Config, MeshConfig, changed_keys, from_dict, to_dict
-from fbt_jax.data import Data, Tokenizer, load_tokenizer
+from fbt_jax.data import Data, Tokenizer, is_prepared, load_tokenizer, prepare_sources
 from fbt_jax.errors import UserError
 from fbt_jax.files import hold, replace
 from fbt_jax.model.transformer import Transformer, param_specs
 from fbt_jax.sharding import make_mesh, named, require_divisible
 from fbt_jax.training.checkpoint import load_tree
-from fbt_jax.training.processes import everywhere, on_primary
+from fbt_jax.training.processes import everywhere, is_primary, on_primary
 
 FIXED_SECTIONS = ('seed', 'data', 'model', 'init')
 # How, not what, is computed.
@@ -93,9 +93,27 @@ def require_data(workdir: str, fingerprint: str) -> None:
         raise UserError(f'{workdir} holds a run of other data: the documents or the tokenizer changed since it began')
 
 
-def require_shared(workdir: str) -> None:
-    """UserError unless every process sees the config.json that the primary has just written or found."""
-    path = Path(workdir) / 'config.json'
+def tokenise_raw(config: Config, workdir: str, *, poll: Callable[[], None]) -> None:
+    """Raw text into tokenised documents in the run's folder, by the primary; the others wait for the files.
+
+    Not by a collective: those give up when a peer comes half a minute late, and this may take hours.
+    """
+    if jax.process_count() == 1:
+        return prepare_sources(config.data, data_folder(workdir), poll=poll)
+    if is_prepared(config.data, data_folder(workdir)) is None:
+        return
+    on_primary(lambda: data_folder(workdir).mkdir(parents=True, exist_ok=True))
+    require_shared(workdir, 'data')
+    if is_primary():
+        prepare_sources(config.data, data_folder(workdir), poll=poll)
+    while not is_prepared(config.data, data_folder(workdir)):
+        poll()
+        time.sleep(0.2)
+
+
+def require_shared(workdir: str, name: str = 'config.json') -> None:
+    """UserError unless every process sees what the primary has just written or found."""
+    path = Path(workdir) / name
     deadline = time.monotonic() + SHARED_SECONDS
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
