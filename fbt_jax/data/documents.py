@@ -1,9 +1,10 @@
 """Tokenised documents, read a part at a time: in memory, or from the shards that prepare.py writes.
 
-A document is [BOS, its tokens, EOS]. Shards hold about as many tokens each, or documents if these are short; one is known by its shard and its
-number there. On disk a shard is an ArrayRecord file and the lengths of its documents (shard-00000.npy); a document of n
-tokens is ceil(n / RECORD_TOKENS) records of them, little-endian uint16 or uint32. Where targets are masked, the top
-bit of a token says that it counts for no loss. index.json is written last: without it a folder is not complete.
+A document is [BOS, its tokens, EOS]. Shards hold about as many tokens each, or documents if these are short; a document
+is known by its shard and its number there. On disk a shard is an ArrayRecord file and the lengths of its documents
+(shard-00000.npy); a document of n tokens is ceil(n / RECORD_TOKENS) records of them, little-endian uint16 or uint32.
+Where targets are masked, the top bit of a token says that it counts for no loss. index.json is written last: without it
+a folder is not complete.
 S shards, D documents of a shard, P parts of documents.
 """
 
