@@ -139,6 +139,7 @@ def test_restarting_schedule_and_data(feedback: tuple[Path, str], finished: tupl
     assert {row['passes'] for row in train_rows} == {1, 2}
 
 
+@pytest.mark.slow
 def test_going_on_is_as_if_the_source_had_gone_on(config: Path, source: Path, tmp_path: Path) -> None:
     """Schedule and data continued, the model the same: rows and weights of the source, resumed to more steps."""
     longer = '--config.training.steps=30'

@@ -359,6 +359,7 @@ def check_fields(row: dict, *, text: bool, eval_passes: int) -> bool:
     if row['split'] == 'train':
         expected = {'loss', 'grad_norm', 'learning_rate', 'tokens', 'token_passes', 'tokens_per_second', 'step_seconds'}
         expected |= {f'loss_pass_{i}' for i in passes} | ({'z_loss'} & row.keys()) | ({'mfu'} & row.keys())
+        expected |= {'epochs'} if text else set()
     else:
         assert row['passes'] == eval_passes
         names = ('loss_pass', 'perplexity_pass', 'bits_per_byte_pass') if text else ('loss_pass', 'perplexity_pass')

@@ -175,6 +175,7 @@ def sums_of_eight_devices() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_evaluation_depends_on_neither_devices_nor_batch_size() -> None:
     """Counts exactly; sums of float32 over a batch to 1e-6."""
     found = on_devices(sums_of_eight_devices)

@@ -501,6 +501,7 @@ def test_noise_touches_only_later_passes_and_only_if_asked() -> None:
 # Rematerialisation
 
 
+@pytest.mark.slow
 def test_remat_changes_memory_and_nothing_else() -> None:
     """The policy works inside the scans, at 1, 2 and 3 passes (known failure 33)."""
     batch = make_batch(lengths=((64,), (40, 24)), seq_len=64)
