@@ -9,6 +9,8 @@ from typing import Any
 _LAZY = {
     'load_run': 'fbt_jax.training.run_folder',
     'Run': 'fbt_jax.training.run_folder',
+    'generate': 'fbt_jax.inference.generate',
+    'Generations': 'fbt_jax.inference.generate',
     'multi_pass': 'fbt_jax.passes',
     'Noise': 'fbt_jax.passes',
     'MultiPass': 'fbt_jax.passes',

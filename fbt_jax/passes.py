@@ -129,5 +129,25 @@ def multi_pass(
     return MultiPass(*jax.lax.scan(one_pass, before_BTD, jnp.arange(1, num_passes + 1)))
 
 
+def prefill(model: Any, params: Any, batch: Batch, *, num_passes: int, cache: Any) -> tuple[jax.Array, Any]:
+    """The last of `num_passes` passes over prompts, with a cache filled by it from position 0 on (method.md section 5).
+
+    batch: prompts padded at their ends (segment 0); targets and weights aren't read. Returns (B, T, D) states, cache.
+    """
+    prev_BTD, plain_BT = None, None
+    if num_passes > 1:
+        earlier = multi_pass(model, params, batch, num_passes=num_passes - 1, per_pass=lambda *_: None)
+        prev_BTD, plain_BT = shift(earlier.hidden_BTD), plain_positions(batch, num_passes)
+    return model.apply(
+        {'params': params},
+        batch.tokens,
+        prev_BTD,
+        plain_BT=plain_BT,
+        positions_BT=batch.positions,
+        segment_ids_BT=batch.segment_ids,
+        cache=cache,
+    )
+
+
 def _pass_key(noise: Noise, purpose: int, k: jax.Array | int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(noise.key, purpose), k)

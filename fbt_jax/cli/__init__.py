@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from fbt_jax.errors import UserError
 
-VERBS = ('train', 'evaluate', 'plan', 'bench', 'data')
+VERBS = ('train', 'generate', 'evaluate', 'plan', 'bench', 'data')
 
 
 class _Parser(argparse.ArgumentParser):

@@ -4,12 +4,13 @@
 
 (method.md section 6). Shapes: B rows, T positions, D width, N query heads, M key/value heads, H head width, F MLP
 width, V padded vocabulary, L layers. Parameters are float32 (float64 if asked); norms, softmax and RoPE run in
-promote_types(dtype, float32). How many passes there are and which positions are plain is decided outside, in
-`passes.py`.
+promote_types(dtype, float32). Given a cache (kv_cache.py) the same function reads prompts and decodes. How many passes
+there are and which positions are plain is decided outside, in `passes.py`.
 """
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,10 +19,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbt_jax.config import ModelConfig
 from fbt_jax.errors import UserError
+from fbt_jax.model import kv_cache
 from fbt_jax.model.attention import attention, resolve_implementation, rope
 from fbt_jax.model.dense import Axes, Kernel, products
 from fbt_jax.model.embedding import look_up
 from fbt_jax.model.feedback import Fusion
+from fbt_jax.model.kv_cache import Cache, LayerCache
 from fbt_jax.sharding import constrain, parameter_specs
 
 MASKED_LOGIT = -1e30  # of the rows that only pad the vocabulary: exp(MASKED_LOGIT - max) is exactly 0
@@ -91,22 +94,35 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, windowed: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
-    ) -> tuple[jax.Array, None]:
+        self,
+        x_BTD: jax.Array,
+        windowed: jax.Array | bool,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """The states after the layer, and its cache with these positions. Given one, `windowed` must be static."""
         scale = self.config.num_layers**-0.5
-        branch_BTD = self._attention(
+        branch_BTD, cache = self._attention(
             _norm(self.config, 'attention_norm')(x_BTD),
             windowed=windowed,
             positions_BT=positions_BT,
             segment_ids_BT=segment_ids_BT,
+            cache=cache,
         )
         x_BTD = _state(x_BTD + scale * _norm(self.config, 'attention_post_norm')(branch_BTD))
         branch_BTD = self._mlp(_norm(self.config, 'mlp_norm')(x_BTD))
-        return _state(x_BTD + scale * _norm(self.config, 'mlp_post_norm')(branch_BTD)), None
+        return _state(x_BTD + scale * _norm(self.config, 'mlp_post_norm')(branch_BTD)), cache
 
     def _attention(
-        self, y_BTD: jax.Array, *, windowed: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
-    ) -> jax.Array:
+        self,
+        y_BTD: jax.Array,
+        *,
+        windowed: jax.Array | bool,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        cache: LayerCache | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
         lead = y_BTD.shape[:2]
@@ -124,14 +140,38 @@ class Block(nn.Module):
         rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
         attend = partial(attention, segment_ids_BT=segment_ids_BT, implementation=c.attention)
         qkv = rotate(_norm(c, 'query_norm')(q_BTNH)), rotate(_norm(c, 'key_norm')(k_BTMH)), v_BTMH
-        if len(set(c.layer_windows)) == 1:
+        if cache is not None:
+            window = c.window if windowed else 0
+            out_BTNH, cache = self._cached_attention(*qkv, positions_BT, segment_ids_BT, cache, window)
+        elif len(set(c.layer_windows)) == 1:
             out_BTNH = attend(*qkv, window=c.layer_windows[0])
         else:
             # A conditional, because the kernels take no traced window.
             out_BTNH = jax.lax.cond(windowed, partial(attend, window=c.window), partial(attend, window=0), *qkv)
         gated_BTNH = out_BTNH * nn.sigmoid(gate_BTN)[..., None]
         gated_BTD = constrain(gated_BTNH.reshape(*lead, c.width), 'batch', 'length', 'heads')
-        return dense(c, gated_BTD, output=(c.width, ('heads', 'embed')))[0]
+        return dense(c, gated_BTD, output=(c.width, ('heads', 'embed')))[0], cache
+
+    def _cached_attention(
+        self,
+        q_BTNH: jax.Array,
+        k_BTMH: jax.Array,
+        v_BTMH: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        cache: LayerCache,
+        window: int,
+    ) -> tuple[jax.Array, LayerCache]:
+        if q_BTNH.shape[1] == 1:
+            positions_B = positions_BT[:, 0]
+            cache = kv_cache.store_one(cache, k_BTMH, v_BTMH, positions_B)
+            return kv_cache.attend_one(q_BTNH, cache, positions_B), cache
+        kernel = self.config.attention
+        out_BTNH = attention(
+            q_BTNH, k_BTMH, v_BTMH, segment_ids_BT=segment_ids_BT, window=window, implementation=kernel
+        )
+        lengths_B = jnp.sum(segment_ids_BT > 0, axis=1)
+        return out_BTNH, kv_cache.store_prompt(cache, k_BTMH, v_BTMH, lengths_B)
 
     def _mlp(self, y_BTD: jax.Array) -> jax.Array:
         c = self.config
@@ -155,7 +195,8 @@ class Transformer(nn.Module):
         plain_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
-    ) -> jax.Array:
+        cache: Cache | None = None,
+    ) -> Any:
         """One pass over the rows: the states h after the final norm, which the LM head reads.
 
         Args:
@@ -166,9 +207,12 @@ class Transformer(nn.Module):
           starts. positions_BT: int, from 0 within each document's piece. Default: the index in the row.
           segment_ids_BT: int, which document each position belongs to; no position sees another segment. Default:
           one.
+          cache: of kv_cache.py. With T = 1 it holds the positions before this one in each row, and takes this one up;
+          with T > 1 the rows are prompts from position 0 on, and it is filled anew with the positions that belong to
+          a document (segment ids above 0).
 
         Returns:
-          (B, T, D) in the compute dtype.
+          (B, T, D) in the compute dtype; with a cache (states, cache).
 
         Raises:
           ValueError: previous states are given to a model whose fusion is 'none'.
@@ -191,6 +235,10 @@ class Transformer(nn.Module):
             fused_BTD = Fusion(c.fusion, partial(dense, c), name='fusion')(x_BTD, prev_BTD.astype(x_BTD.dtype))
             x_BTD = _state(jnp.where(plain_BT[..., None], x_BTD, input_norm(_state(fused_BTD))))
 
+        if cache is not None:
+            x_BTD, cache = self._cached_layers(x_BTD, cache, positions_BT, segment_ids_BT)
+            return _state(_norm(c, 'final_norm')(x_BTD)), cache
+
         block = Block
         if REMAT_POLICIES[c.remat] is not None:
             # Inside the scan over layers, which already keeps XLA from undoing the rematerialisation.
@@ -205,6 +253,26 @@ class Transformer(nn.Module):
         )(c, name='layers')
         x_BTD, _ = layers(x_BTD, jnp.array(c.layer_windows) > 0, positions_BT, segment_ids_BT)
         return _state(_norm(c, 'final_norm')(x_BTD))
+
+    def _cached_layers(
+        self, x_BTD: jax.Array, cache: Cache, positions_BT: jax.Array, segment_ids_BT: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """The scan over layers in turns of one period, within which each layer's cache has a size of its own."""
+        c = self.config
+        block, period = Block(c, parent=None), kv_cache.period(c)
+        params = jax.tree.map(lambda w: w.reshape(-1, period, *w.shape[1:]), self.variables['params']['layers'])
+
+        def turn(x_BTD: jax.Array, inputs: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
+            params, caches = inputs
+            out: list[Any] = []
+            for i, cache in enumerate(caches):
+                one = {'params': jax.tree.map(lambda w, i=i: w[i], params)}
+                windowed = c.layer_windows[i] > 0
+                x_BTD, filled = block.apply(one, x_BTD, windowed, positions_BT, segment_ids_BT, cache)
+                out.append(filled)
+            return x_BTD, tuple(out)
+
+        return jax.lax.scan(turn, x_BTD, (params, cache))
 
 
 def _state(x_BTD: jax.Array) -> jax.Array:

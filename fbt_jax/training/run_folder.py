@@ -45,6 +45,7 @@ class Run(NamedTuple):
     config: Config
     tokenizer: Tokenizer | None
     step: int
+    trained_feedback: bool  # whether some step, here or where it started from, made more than one pass
 
 
 def load_run(workdir: str, step: int | None = None) -> Run:
@@ -65,13 +66,28 @@ def load_run(workdir: str, step: int | None = None) -> Run:
     params = jax.tree.map(jax.numpy.asarray, loaded.tree['params'])
     # The kernel is the machine's choice: a run on TPU opens on a CPU.
     model = Transformer(dataclasses.replace(config.model, attention='auto'))
-    return Run(model, params, config, load_tokenizer(config.data, data_folder(workdir)), loaded.step)
+    # A start from another run's checkpoint may have brought trained feedback along; the counts begin anew there.
+    fed_back = loaded.meta['token_passes'] > loaded.meta['tokens'] or bool(config.init.from_)
+    return Run(
+        model,
+        params,
+        config,
+        load_tokenizer(config.data, data_folder(workdir)),
+        loaded.step,
+        config.model.fusion != 'none' and fed_back,
+    )
 
 
-def spread(run: Run) -> tuple[Run, Mesh]:
-    """`run` over all devices of all processes: on its own mesh where that fits, else whole on each of them."""
+def spread(run: Run, *, split_rows: bool = True) -> tuple[Run, Mesh]:
+    """`run` over all devices of all processes: on its own mesh where that fits, else whole on each of them.
+
+    split_rows: whether positions of a row may lie on several devices, as in training; for decoding they may not.
+    """
+    config = run.config.mesh
+    if not split_rows:
+        config = dataclasses.replace(config, data=-1 if config.fsdp != -1 else config.data, context=1)
     try:
-        mesh = make_mesh(run.config.mesh)
+        mesh = make_mesh(config)
         require_divisible(run.config, mesh)
     except UserError:
         mesh = make_mesh(MeshConfig(data=-1, fsdp=1))

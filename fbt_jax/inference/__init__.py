@@ -1,0 +1,1 @@
+"""Decoding with latent feedback: standard, soft and fused (method.md section 5)."""

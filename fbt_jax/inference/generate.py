@@ -1,0 +1,217 @@
+"""From prompts to texts: what `fbt_jax.generate` and `fbt generate` do around the two compiled programs of decode.py.
+
+Prompts and samples become rows; rows, prompt lengths and the room for new tokens are rounded up to powers of two, so
+that requests of any size run the same few programs. Between runs of a few steps the host looks at the texts: for stop
+strings, and for whoever streams them.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fbt_jax.errors import UserError, require
+from fbt_jax.inference.decode import MODES, Decoding, advance, begin, read_prompts
+from fbt_jax.inference.sampling import Sampling
+from fbt_jax.sharding import RULES, axis_size
+
+LEAST_PROMPT = 128  # what prompts are padded to at least: kernels on accelerators want as much
+STEPS_AT_A_TIME = 16  # between two looks at the texts
+MOST_SAMPLES = 2**16
+
+
+class Generations(NamedTuple):
+    """Of each prompt in turn, each of its samples in turn."""
+
+    texts: list[str]  # without the prompt; cut before a stop string
+    tokens: list[list[int]]  # all that were chosen, the stop token too
+    log_probs: list[list[float]]  # of each token by the model itself, natural logarithms
+    finished: list[str]  # 'eos', 'stop' (a stop string) or 'length'
+
+
+class Piece(NamedTuple):
+    """What one row's text has grown by."""
+
+    row: int
+    text: str
+
+
+def generate(run: Any, prompts: Sequence[str | Sequence[int]], **options: Any) -> Generations:
+    """Continues `prompts`; `options` are those of `stream`."""
+    streaming = stream(run, prompts, **options)
+    while True:
+        try:
+            next(streaming)
+        except StopIteration as done:
+            return done.value
+
+
+def stream(
+    run: Any,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    mode: str = 'soft',
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    num_samples: int = 1,
+    seed: int = 0,
+    fused_passes: int = 1,
+    stop: Sequence[str] = (),
+) -> Generator[Piece, None, Generations]:
+    """Yields text as it comes; returns `Generations`.
+
+    Args:
+      run: of `load_run`. Within `jax.set_mesh` its parameters lie on the mesh, which must not split positions.
+      prompts: texts, to which BOS is added, or lists of ids that are taken as they are.
+      mode: 'standard', 'soft' or 'fused' (method.md section 5).
+      temperature: 0 is greedy. top_k, top_p: see sampling.py; they have no meaning for greedy.
+      num_samples: continuations of each prompt, from one reading of it.
+      seed: rows draw by (seed, prompt's number, sample's number, step), whatever is decoded beside them.
+      fused_passes: f >= 1 passes over the prompt after the plain one, for mode 'fused'.
+      stop: texts that end a row; EOS always does.
+
+    Raises:
+      UserError: an argument is out of range, a prompt and its continuation are longer than the trained context, or the
+        model was not trained with feedback and the mode needs it.
+    """
+    check(run, mode=mode, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop)
+    require(1 <= num_samples <= MOST_SAMPLES, 'num_samples', num_samples, f'must lie in 1..{MOST_SAMPLES}')
+    require(fused_passes >= 1, 'fused_passes', fused_passes, 'must be at least 1')
+    require(0 <= seed < 2**31, 'seed', seed, 'must lie in 0..2**31 - 1')
+    ids = [_encoded(run, prompt) for prompt in prompts]
+    require(len(ids) > 0, 'prompts', prompts, 'there is none')
+    context = run.config.data.seq_len
+    longest = max(map(len, ids))
+    if longest + max_tokens > context:
+        raise UserError(
+            f'a prompt of {longest} tokens and max_tokens = {max_tokens} are more than the trained context of {context}'
+        )
+    capacity = _rounded(longest + max_tokens, context)
+    tokens_BP = np.zeros((_rows(len(ids)), _rounded(max(longest, LEAST_PROMPT), context)), np.int32)
+    lengths_B = np.ones(len(tokens_BP), np.int32)
+    for row, prompt in enumerate(ids):
+        tokens_BP[row, : len(prompt)] = prompt
+        lengths_B[row] = len(prompt)
+    passes = 1 + fused_passes if mode == 'fused' else 1
+    read = read_prompts(run.model, run.params, tokens_BP, lengths_B, num_passes=passes, capacity=capacity)
+
+    count = len(ids) * num_samples
+    rows_B = np.arange(_rows(count))
+    real_B = rows_B < count
+    eos = getattr(run.tokenizer, 'eos_id', -1)
+    common: dict[str, Any] = {
+        'stop_ids': jnp.array([eos]),
+        # The number of a row's noise must not change with that of the others' samples.
+        'rows_B': jnp.asarray(rows_B // num_samples * MOST_SAMPLES + rows_B % num_samples, jnp.int32),
+        'key': jax.random.key(seed),
+        'sampling': Sampling(jnp.float32(temperature or 1), jnp.int32(top_k), jnp.float32(top_p)),
+        'kind': 'greedy' if temperature == 0 else 'restricted' if top_k or top_p < 1 else 'free',
+    }
+    prompt_B = jnp.asarray(np.where(real_B, rows_B // num_samples, 0))
+    room = _rounded(max_tokens, context)
+    state = begin(run.model, run.params, read, prompt_B, jnp.asarray(~real_B), max_tokens=room, **common)
+    texts = _Texts(run.tokenizer, count, eos, tuple(stop))
+    while True:
+        steps = int(state.steps)
+        yield from texts.look(state, last=steps >= max_tokens)
+        if steps >= max_tokens or texts.all_done:
+            return texts.result()
+        state = state._replace(done_B=state.done_B | jnp.asarray(texts.done_for(len(rows_B))))
+        until = jnp.int32(min(steps + STEPS_AT_A_TIME, max_tokens))
+        state = advance(run.model, run.params, state, until=until, feedback=mode != 'standard', **common)
+
+
+def check(
+    run: Any, *, mode: str, max_tokens: int, temperature: float, top_k: int, top_p: float, stop: Sequence[str]
+) -> None:
+    """UserError for what can be known before anything is read."""
+    require(mode in MODES, 'mode', mode, f'must be one of {", ".join(MODES)}')
+    if mode != 'standard' and not run.trained_feedback:
+        raise UserError(f'mode = {mode!r}: this model was not trained with feedback; only standard is possible')
+    require(max_tokens >= 1, 'max_tokens', max_tokens, 'must be at least 1')
+    require(temperature >= 0, 'temperature', temperature, 'must not be negative')
+    require(top_k >= 0, 'top_k', top_k, 'must not be negative')
+    require(0 < top_p <= 1, 'top_p', top_p, 'must lie in (0, 1]')
+    require(temperature > 0 or (top_k == 0 and top_p == 1), 'temperature', temperature, 'is greedy: no top_k or top_p')
+    require(all(stop), 'stop', stop, 'must not be empty texts')
+    require(not stop or run.tokenizer is not None, 'stop', stop, 'this model has no text')
+
+
+def _encoded(run: Any, prompt: str | Sequence[int]) -> list[int]:
+    if isinstance(prompt, str):
+        if run.tokenizer is None:
+            raise UserError('this model reads no text: give its prompts as lists of ids')
+        return [run.tokenizer.bos_id, *run.tokenizer.encode(prompt)]
+    ids = [int(i) for i in prompt]
+    require(len(ids) > 0, 'prompt', prompt, 'is empty')
+    require(min(ids) >= 0 and max(ids) < run.config.model.vocab_size, 'prompt', prompt, 'has ids that the model lacks')
+    return ids
+
+
+def _rounded(number: int, most: int) -> int:
+    """The next power of two, but not more than `most`."""
+    return min(1 << (number - 1).bit_length(), most)
+
+
+def _rows(number: int) -> int:
+    shards = axis_size(*RULES['batch'])
+    return -(-(1 << (number - 1).bit_length()) // shards) * shards
+
+
+class _Texts:
+    """The rows' texts as they grow: what is final of them, and whether a stop string has come."""
+
+    def __init__(self, tokenizer: Any, count: int, eos: int, stop: tuple[str, ...]) -> None:
+        self._tokenizer, self._eos, self._stop = tokenizer, eos, stop
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._log_probs: list[list[float]] = [[] for _ in range(count)]
+        self._texts = [''] * count
+        self._told = [0] * count  # characters of the text that have been handed out
+        self._finished = [''] * count
+
+    @property
+    def all_done(self) -> bool:
+        return all(self._finished)
+
+    def done_for(self, rows: int) -> np.ndarray:
+        return np.array([bool(f) for f in self._finished] + [True] * (rows - len(self._finished)))
+
+    def look(self, state: Decoding, *, last: bool) -> Iterator[Piece]:
+        """Takes up what has been chosen since the last look; `last`: no row goes on."""
+        steps = int(state.steps)
+        tokens_BN, log_probs_BN = np.asarray(state.tokens_BN), np.asarray(state.log_probs_BN)
+        for row in range(len(self._tokens)):
+            if self._finished[row]:
+                continue
+            own = self._tokens[row]
+            new = tokens_BN[row, len(own) : steps].tolist()
+            if last:
+                self._finished[row] = 'length'
+            if self._eos in new:
+                new = new[: new.index(self._eos) + 1]
+                self._finished[row] = 'eos'
+            self._log_probs[row] += log_probs_BN[row, len(own) : len(own) + len(new)].tolist()
+            own += new
+            yield from self._grow(row)
+
+    def _grow(self, row: int) -> Iterator[Piece]:
+        if self._tokenizer is None:
+            return
+        text = self._tokenizer.decode(self._tokens[row])
+        for place in sorted(place for place in map(text.find, self._stop) if place >= 0)[:1]:
+            text, self._finished[row] = text[:place], 'stop'
+        self._texts[row] = text
+        ready = len(text)
+        if not self._finished[row]:
+            # A character whose bytes have not all come, or the beginning of a stop string, may yet change.
+            ready = len(text.rstrip('\ufffd')) - max(map(len, self._stop), default=1) + 1
+        if ready > self._told[row]:
+            piece, self._told[row] = text[self._told[row] : ready], ready
+            yield Piece(row, piece)
+
+    def result(self) -> Generations:
+        return Generations(self._texts, self._tokens, self._log_probs, self._finished)

@@ -1,0 +1,155 @@
+"""`fbt_jax.generate` on a small model of bytes: texts, samples, stops, streams, errors, no new programs."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from helpers import make_model, make_params
+
+from fbt_jax.config import Config, DataConfig, PassesConfig
+from fbt_jax.data.tokenizer import open_tokenizer
+from fbt_jax.errors import UserError
+from fbt_jax.inference import decode
+from fbt_jax.inference.generate import Generations, Piece, generate, stream
+
+BYTES = open_tokenizer(DataConfig(tokenizer='bytes'))
+CONTEXT = 64
+
+
+class Run(NamedTuple):
+    model: Any
+    params: Any
+    config: Any
+    tokenizer: Any
+    trained_feedback: bool = True
+
+
+@pytest.fixture(scope='module')
+def run() -> Run:
+    model = make_model(vocab_size=258)
+    data = DataConfig(tokenizer='bytes', seq_len=CONTEXT, batch_size=2)
+    config = Config(data=data, model=model.config, passes=PassesConfig(phases='constant_75_25_0'))
+    params = make_params(model)
+    params['embedding'] = params['embedding'] * 3  # sharper, so that rounding chooses nothing
+    return Run(model, params, config, BYTES)
+
+
+PROMPTS = ['a', 'It is a truth', '', 'x' * 30, 'universally']
+
+
+@pytest.mark.parametrize('mode', decode.MODES)
+def test_a_prompt_is_continued_alike_alone_and_among_others(run: Run, mode: str) -> None:
+    together = generate(run, PROMPTS, mode=mode, max_tokens=20)
+    for i, prompt in enumerate(PROMPTS):
+        alone = generate(run, [prompt], mode=mode, max_tokens=20)
+        assert alone.tokens[0] == together.tokens[i]
+        np.testing.assert_allclose(alone.log_probs[0], together.log_probs[i], atol=1e-4)
+    assert all(len(t) == len(p) for t, p in zip(together.tokens, together.log_probs, strict=True))
+    assert [run.tokenizer.decode(t) for t in together.tokens] == together.texts
+
+
+def test_samples_of_a_prompt_differ_and_keep_their_seed(run: Run) -> None:
+    options = {'mode': 'soft', 'max_tokens': 12, 'temperature': 1.0}
+    four = generate(run, PROMPTS[:2], num_samples=4, **options)
+    assert len(set(four.texts)) == 8
+    two = generate(run, PROMPTS[:2], num_samples=2, **options)
+    assert two.tokens == four.tokens[0:2] + four.tokens[4:6]
+    assert generate(run, PROMPTS[:1], **options).tokens == four.tokens[:1]
+    assert generate(run, PROMPTS[:1], seed=1, **options).tokens != four.tokens[:1]
+
+
+def test_prompts_may_be_ids(run: Run) -> None:
+    text = generate(run, ['ab'], mode='soft', max_tokens=5)
+    assert generate(run, [[256, 97, 98]], mode='soft', max_tokens=5) == text
+
+
+def test_stop_tokens_and_stop_texts_end_a_row_and_no_other(run: Run) -> None:
+    free = generate(run, PROMPTS, mode='soft', max_tokens=30, temperature=1.0)
+    eos = [BYTES.eos_id in tokens for tokens in free.tokens]
+    assert free.finished == ['eos' if e else 'length' for e in eos]
+    assert all(tokens[-1] == BYTES.eos_id for tokens, e in zip(free.tokens, eos, strict=True) if e)
+    text = free.texts[1]
+    stop = text[6:8]
+    assert stop
+    stopped = generate(run, PROMPTS, mode='soft', max_tokens=30, temperature=1.0, stop=[stop])
+    for before, after, how in zip(free.texts, stopped.texts, stopped.finished, strict=True):
+        assert after == before.split(stop)[0]
+        assert (how == 'stop') == (stop in before)
+
+
+def test_pieces_of_a_stream_are_the_text(run: Run) -> None:
+    streaming = stream(run, PROMPTS[:2], mode='soft', max_tokens=40, temperature=1.0, stop=['zq'])
+    pieces: list[Piece] = []
+    while True:
+        try:
+            pieces.append(next(streaming))
+        except StopIteration as done:
+            result: Generations = done.value
+            break
+    assert len(pieces) > 3
+    for row, text in enumerate(result.texts):
+        assert ''.join(piece.text for piece in pieces if piece.row == row) == text
+
+
+def test_changing_sizes_compile_nothing_new(run: Run) -> None:
+    """Rows, lengths and lengths to come are rounded up; other numbers in the same powers of two run what is there."""
+    generate(run, ['x' * 20] * 4, mode='soft', max_tokens=16, temperature=1.0)
+    programs = [f._cache_size() for f in (decode.read_prompts, decode.begin, decode.advance)]
+    for count, length, new in ((3, 25, 9), (4, 20, 16), (3, 18, 13)):
+        generate(run, ['y' * length] * count, mode='soft', max_tokens=new, temperature=0.3 + length / 100, seed=new)
+    assert [f._cache_size() for f in (decode.read_prompts, decode.begin, decode.advance)] == programs
+
+
+@pytest.mark.slow
+def test_ten_thousand_generations_leave_memory_flat(run: Run) -> None:
+    rng = np.random.default_rng(0)
+
+    def some(count: int) -> None:
+        done = 0
+        while done < count:
+            prompts = ['z' * int(n) for n in rng.integers(1, 30, int(rng.integers(1, 33)))]
+            generate(run, prompts, mode='soft', max_tokens=int(rng.integers(1, 17)), temperature=1.0)
+            done += len(prompts)
+
+    some(2000)  # all sizes have been seen
+    programs = decode.advance._cache_size()
+    live = len(jax.live_arrays())
+    some(10_000)
+    assert decode.advance._cache_size() == programs
+    assert len(jax.live_arrays()) <= live + 5
+
+
+@pytest.mark.parametrize(
+    ('options', 'told'),
+    [
+        ({'mode': 'hard'}, r"mode = 'hard': must be one of standard, soft, fused"),
+        ({'max_tokens': 0}, r'max_tokens = 0: must be at least 1'),
+        ({'max_tokens': CONTEXT}, r'a prompt of 2 tokens and max_tokens = 64 are more than the trained context of 64'),
+        ({'temperature': -1}, r'temperature = -1: must not be negative'),
+        ({'top_k': 5}, r'temperature = 0\.0: is greedy: no top_k or top_p'),
+        ({'temperature': 1.0, 'top_p': 0.0}, r'top_p = 0\.0: must lie in \(0, 1\]'),
+        ({'temperature': 1.0, 'top_k': -2}, r'top_k = -2: must not be negative'),
+        ({'num_samples': 0}, r'num_samples = 0: must lie in 1\.\.65536'),
+        ({'fused_passes': 0, 'mode': 'fused'}, r'fused_passes = 0: must be at least 1'),
+        ({'stop': ['']}, r'must not be empty texts'),
+    ],
+)
+def test_a_wrong_argument_is_told(run: Run, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        generate(run, ['a'], **options)
+
+
+def test_a_model_without_trained_feedback_is_read_plainly(run: Run) -> None:
+    plain = run._replace(trained_feedback=False)
+    assert generate(plain, ['a'], mode='standard', max_tokens=3).tokens
+    for mode in ('soft', 'fused'):
+        with pytest.raises(UserError, match='was not trained with feedback; only standard is possible'):
+            generate(plain, ['a'], mode=mode, max_tokens=3)
+
+
+def test_rows_that_are_not_text_have_no_text(run: Run) -> None:
+    words = run._replace(tokenizer=None)
+    assert generate(words, [[3, 4]], mode='soft', max_tokens=3).texts == ['']
+    with pytest.raises(UserError, match='reads no text: give its prompts as lists of ids'):
+        generate(words, ['a'], mode='soft', max_tokens=3)
