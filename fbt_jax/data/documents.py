@@ -80,7 +80,7 @@ class Prepared:
     """The documents of a folder that `fbt data prepare` made.
 
     Raises:
-      UserError: the folder is none such or not complete; in reading, a shard that is missing or damaged.
+      UserError: the folder is none such or not complete, a shard is missing or cut short; in reading, one is damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -92,6 +92,10 @@ class Prepared:
         self.masks = self.index['masks']
         self._dtype = np.dtype(self.index['dtype']).newbyteorder('<')
         self._open = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
+        for shard, entry in enumerate(self.index['shards']):
+            path = self.folder / f'{shard_name(shard)}.array_record'
+            if not path.is_file() or path.stat().st_size != entry['size']:
+                raise self._damaged(shard, f'must have {entry["size"]} bytes')
 
     def lengths(self, shard: int) -> np.ndarray:
         return self._open(shard).lengths_D

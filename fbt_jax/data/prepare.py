@@ -73,14 +73,14 @@ def prepare(
         work = _Work(Path(out), header)
         reader = sources.read(source, work.files, work.position)
         seconds = 0.2 if sys.stderr.isatty() else 10  # a log file is no place for a moving bar
-        bar = tqdm(unit=' documents', unit_scale=True, mininterval=seconds, disable=not progress_bar)
+        bar = tqdm(desc=Path(out).name, unit=' documents', mininterval=seconds, disable=not progress_bar)
         with bar:
             bar.update(work.total('documents'))
             for encoded in _encode(reader, tokenizer, work, poll):
                 work.add(encoded)
                 bar.update()
                 if not bar.n % 1000:
-                    bar.set_postfix_str(f'file {encoded.item.next.file} of {len(work.files)}', refresh=False)
+                    bar.set_postfix_str(f'file {encoded.item.next.file + 1} of {len(work.files)}', refresh=False)
         return work.finish(tokenizer)
 
 
@@ -116,9 +116,11 @@ def _require_same(header: dict[str, Any], found: dict[str, Any], out: str | Path
             f'{out} was made from other files: {", ".join(sorted(set(changed))[:3])} came, went or changed size; '
             'use a new folder'
         )
-    for key, value in header.items():
-        if key != 'path' and found.get(key) != value:
-            raise UserError(f'{out} was made with {key} = {found.get(key)!r}, not {value!r}; use a new folder')
+    told_apart = dict.fromkeys(('source', 'source_fingerprint', 'files', 'path'))
+    flat = [{**h, **h['source'], **told_apart} for h in (found, header)]
+    for key, value in flat[1].items():
+        if flat[0].get(key) != value:
+            raise UserError(f'{out} was made with {key} = {flat[0].get(key)!r}, not {value!r}; use a new folder')
 
 
 class _Work:
@@ -191,6 +193,7 @@ class _Work:
             'tokens': self._tokens,
             'bytes': self._bytes,
             'sha256': digest.hexdigest(),
+            'size': records.stat().st_size,
             'position': list(self.position),
             'skipped': self.skipped,
             'first_skipped': self.first_skipped,
@@ -209,7 +212,7 @@ class _Work:
         if not self._shards:
             left_out = ', '.join(f'{n} {reason}' for reason, n in self.skipped.items())
             raise UserError(f'the source holds no document{f" ({left_out})" if left_out else ""}')
-        shards = [{k: shard[k] for k in ('documents', 'tokens', 'bytes', 'sha256')} for shard in self._shards]
+        shards = [{k: shard[k] for k in ('documents', 'tokens', 'bytes', 'sha256', 'size')} for shard in self._shards]
         identity = [self.header['tokenizer_fingerprint'], *(shard['sha256'] for shard in shards)]
         index = self.header | {
             'documents': self.total('documents'),

@@ -102,7 +102,8 @@ def resolve(config: Config, workdir: str | None = None) -> Config:
     needed = vocab_size(config.data, data_folder(workdir) if workdir else None)
     size = config.model.vocab_size or needed
     if size < needed:
-        raise UserError(f'model.vocab_size = {size}: the data need at least {needed}')
+        which = f'data.tokenizer = {config.data.tokenizer}'
+        raise UserError(f'model.vocab_size = {size}: the data need at least {needed} ({which})')
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
@@ -209,9 +210,10 @@ class _Trainer:
             return steps
         last, name = self.data.steps_in_one_epoch(steps)
         if last == 0:
-            raise UserError(f'data.exhausted = end: the source {name!r} has not the rows of one step')
+            rows = self.data.members[name].epoch_rows
+            raise UserError(f'data.exhausted = end: {name} has {rows} rows, too few for a step of {len(self.rows)}')
         if last < steps:
-            say(f'the run ends after {last} of {steps} steps: the source {name!r} has no more (data.exhausted = end)')
+            say(f'the run ends after {last} of {steps} steps: {name} has no rows for another (data.exhausted = end)')
         return last
 
     def _open_writer(self, resume_step: int | None) -> metrics.MetricsWriter | metrics.NoWriter:
@@ -381,16 +383,18 @@ class _Trainer:
             raise
 
     def _print_final_table(self) -> None:
-        for name in self.data.validation:
-            self._print_table_of(name)
-        if not self.data.validation:
+        results = [self._print_table_of(name) for name in self.data.validation]
+        if len(results) > 1:
+            say('all validation rows together:')
+            summary.printer(say)(summary.loss_table(together(results), range(1, self.eval_passes + 1)))
+        if not results:
             say('no validation data (data.validation)')
         told = ', '.join(f'{name} {value:.4g}' for name, value in self.data.read_so_far(self.steps).items())
         if told:
             say(f'read: {told}')
         say(f'{self.tally.tokens:,} tokens, {self.tally.token_passes:,} token-passes; run folder: {self.workdir}')
 
-    def _print_table_of(self, name: str) -> None:
+    def _print_table_of(self, name: str) -> PassResults:
         show = summary.printer(say)
         total = self.data.validation[name].num_rows
         say(f'{name}, all {total} rows:')
@@ -404,6 +408,7 @@ class _Trainer:
             say(f'{name}, {rows} rows, iterated past the passes it was trained with:')
             long = self._results_of(name, self._make_eval_step(FINAL_PASSES[-1]), rows)
             show(summary.loss_table(long, FINAL_PASSES))
+        return results
 
     # Checkpoints, profile
 

@@ -87,10 +87,14 @@ def read_config(workdir: str) -> Config:
     return from_dict(_read_record(workdir)['config'])
 
 
-def require_data(workdir: str, fingerprint: str) -> None:
-    """Raises UserError unless the run in `workdir` was trained on these documents, with this tokenizer."""
-    if _read_record(workdir)['data_fingerprint'] != fingerprint:
-        raise UserError(f'{workdir} holds a run of other data: the documents or the tokenizer changed since it began')
+def require_data(workdir: str, data: Data) -> None:
+    """Raises UserError unless the run in `workdir` began with these documents, and this tokenizer."""
+    began = _read_record(workdir)['data']
+    known = {name: entry['fingerprint'] for name, entry in began.items()}
+    changed = [name for name, entry in data.record.items() if known.get(name) != entry['fingerprint']]
+    if changed:
+        told = 'the documents or the tokenizer changed since it began'
+        raise UserError(f'{workdir} holds a run of other data ({", ".join(changed)}): {told}')
 
 
 def tokenise_raw(config: Config, workdir: str, *, poll: Callable[[], None]) -> None:
@@ -162,7 +166,9 @@ def claim_folder(workdir: str, config: Config, data: Data, say: Callable[[str], 
             fixed.append('training.steps moves the phases of data.weights: give their starts in steps')
         if fixed:
             raise UserError(f'{workdir} holds another run: {"; ".join(fixed)}. Use a new --workdir, or the old values')
-        require_data(workdir, data.fingerprint)
+        require_data(workdir, data)
+        if old['data_fingerprint'] != data.fingerprint:
+            raise UserError(f'{workdir} holds a run of other sources: their number or names changed since it began')
         for key, (before, now) in changes.items():
             say(f'resuming with {key} = {now!r} (was {before!r})')
         return
@@ -223,8 +229,8 @@ def _read_record(workdir: str) -> dict[str, Any]:
         record = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f'{path} is not valid JSON: {error}') from None
-    if not isinstance(record, dict) or not record.keys() >= {'config', 'data_fingerprint'}:
-        raise UserError(f'{path} is not the record of a run: it has no config or no data_fingerprint')
+    if not isinstance(record, dict) or not record.keys() >= {'config', 'data_fingerprint', 'data'}:
+        raise UserError(f'{path} is not the record of a run: config, data_fingerprint or data is not there')
     return record
 
 
