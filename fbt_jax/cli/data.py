@@ -11,7 +11,7 @@ A source is FORMAT:PATH#OPTION=VALUE,...; PATH is a file or a glob, on disk or i
   arrayrecord  each record is a document
   tfds         PATH is DATA_DIR/NAME/VERSION; split=train, key=text, prompt_key=
   hf           a folder that datasets.save_to_disk wrote; key=text, prompt_key=
-all with every=N (only each N-th document) or except_every=N (all others), to hold documents out.
+all with every=N (one document of N) or except_every=N (all others), to hold documents out.
 """
 
 import argparse
@@ -95,6 +95,8 @@ def _prepare(args: argparse.Namespace) -> int:
         f'{args.out}: {index["documents"]:,} documents, {index["tokens"]:,} tokens (BOS and EOS too), '
         f'{index["bytes"]:,} bytes of text in {len(index["shards"])} shards'
     )
+    if index['token_bytes'] != index['bytes']:
+        print(f'the tokenizer changes text: its tokens stand for {index["token_bytes"]:,} bytes')
     for reason, count in index['skipped'].items():
         print(f'left out, {reason}: {count:,}')
     for line in index['first_skipped'][:SHOWN]:
@@ -113,8 +115,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
         raise UserError(f'--out={out}: must end in .json')
     if out.exists():
         raise UserError(f'--out={out}: is there already; remove it or name another')
-    if args.vocab_size < 258:
-        raise UserError(f'--vocab-size={args.vocab_size}: must be at least 258 (256 bytes, BOS, EOS)')
+    if not 258 <= args.vocab_size <= 2**24:
+        raise UserError(f'--vocab-size={args.vocab_size}: must lie in 258..2**24 (256 bytes, BOS, EOS at least)')
     from tqdm import tqdm
 
     from fbt_jax.data import sources
@@ -145,8 +147,8 @@ def _raw_source(text: str) -> Source:
 
 def _show(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     for name, value, least in (('step', args.step, 1), ('rows', args.rows, 1), ('passes', args.passes, 1)):
-        if value < least:
-            raise UserError(f'--{name}={value}: must be at least {least}')
+        if not least <= value < 2**31:
+            raise UserError(f'--{name}={value}: must lie in {least}..2**31 - 1')
     config = load_config_file(args.config, overrides) if args.config is not None else None
     import jax.numpy as jnp
     import numpy as np
