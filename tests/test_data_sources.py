@@ -176,7 +176,7 @@ def failure(text: str, start: Position = START) -> str:
 
 
 def test_documents_come_back_and_reading_goes_on_after_any_of_them(written: tuple[str, str]) -> None:
-    _, source = written
+    name, source = written
     whole = items(source)
     found = [item.text for item in whole]
     assert (sorted(found) if name == 'tfds' else found) == (sorted(DOCUMENTS) if name == 'tfds' else DOCUMENTS)
