@@ -68,12 +68,14 @@ def parse_source(text: str, key: str = 'source') -> Source:
         name, equals, value = part.partition('=')
         known = ', '.join(f'{o}=' for o in allowed) or 'none'
         require(name in allowed and bool(equals and value), key, text, f'option {part!r}; {kind} takes {known}')
+        require(name not in options, key, text, f'{name}= is given twice')
         options[name] = value
     unit = options.get('unit', 'file')
     require(unit in UNITS, key, text, f'unit={unit}; a document is a {" or a ".join(UNITS)}')
     for name in SPLIT_OPTIONS:
         number = options.get(name, '2')
-        require(number.isascii() and number.isdigit() and int(number) >= 2, key, text, f'{name} must be at least 2')
+        fine = number.isascii() and number.isdigit() and len(number) < 10 and int(number) >= 2
+        require(fine, key, text, f'{name} must lie in 2..999999999')
     require(len(options.keys() & set(SPLIT_OPTIONS)) < 2, key, text, 'only one of every= and except_every=')
     return Source(kind, path, options)
 
@@ -222,7 +224,7 @@ def _check_weights(value: Any, source: str | Sources) -> Weights:
         require(fine, 'data.weights', phase, 'shares must lie in 0..1')
         total = sum(shares.values())
         require(abs(total - 1) < 1e-6, 'data.weights', phase, f'shares sum to {total:.6g}, must sum to 1')
-        is_step = isinstance(start, int) and not isinstance(start, bool) and start >= 0
+        is_step = isinstance(start, int) and not isinstance(start, bool) and 0 <= start < 2**31
         require(is_step or (isinstance(start, float) and 0 <= start < 1), 'data.weights', phase, form)
         phases.append((start, tuple((name, float(shares[name])) for name in names)))
     require(phases[0][0] == 0, 'data.weights', value, 'the first phase must start at 0')

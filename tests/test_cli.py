@@ -209,7 +209,7 @@ def test_wrong_workdirs(capsys: pytest.CaptureFixture[str], config: Path, tmp_pa
         ('{"con', r'is not valid JSON'),
         ('[]', r'is not the record of a run'),
         ('{"config": {}}', r'is not the record of a run'),
-        ('{"config": {"sed": 1}, "data_fingerprint": ""}', r'unknown config key sed|holds another run'),
+        ('{"config": {"sed": 1}, "data_fingerprint": "", "data": {}}', r'unknown config key sed|holds another run'),
         (None, r'holds checkpoints or metrics but no config\.json: use a new --workdir'),
     ],
 )
@@ -309,8 +309,9 @@ def test_evaluate_refuses_what_the_run_does_not_have(
     line = refused(capsys, 'evaluate', f'--workdir={other}', f'--plot={tmp_path}/a.png')
     assert line.startswith('--plot needs the metrics of the run: ') and 'is not a row of metrics' in line
     record = json.loads((other / 'config.json').read_text())
-    (other / 'config.json').write_text(json.dumps(record | {'data_fingerprint': 'another'}))
-    assert 'holds a run of other data' in refused(capsys, 'evaluate', f'--workdir={other}')
+    record['data']['validation']['fingerprint'] = 'another'
+    (other / 'config.json').write_text(json.dumps(record))
+    assert 'holds a run of other data (validation)' in refused(capsys, 'evaluate', f'--workdir={other}')
     assert snapshot(run) == before
 
 

@@ -135,7 +135,7 @@ TWO_SHARES = {'web': 0.5, 'code': 0.5}
         ),
         ({'source': 'jsonl:/x#ky=text'}, r"option 'ky=text'; jsonl takes key=, prompt_key=, every=, except_every="),
         ({'source': 'text:/x#unit=word'}, r'unit=word; a document is a file or a line'),
-        ({'source': 'text:/x#every=1'}, r'every must be at least 2'),
+        ({'source': 'text:/x#every=1'}, r'every must lie in 2\.\.999999999'),
         ({'source': 'text:/x#every=2,except_every=2'}, r'only one of every= and except_every='),
         ({'source': 'prepared:/x#every=2'}, r"option 'every=2'; prepared takes none"),
         ({'source': 'austen:/x'}, r'austen is built in and takes no path'),

@@ -186,14 +186,22 @@ def test_documents_come_back_and_reading_goes_on_after_any_of_them(written: tupl
         assert items(source, item.next) == whole[i + 1 :]
 
 
+def test_of_many_short_files_every_takes_its_share(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f'{number:02}.txt').write_text(''.join(f'{number} {i}\n' for i in range(5)))
+    held_out = items(f'text:{tmp_path}/*.txt#unit=line,every=10')
+    assert len(held_out) == 15
+    assert len(items(f'text:{tmp_path}/*.txt#unit=line,except_every=10')) == 135
+
+
 def test_every_and_except_every_are_complements_and_resume(written: tuple[str, str]) -> None:
-    name, source = written
+    _, source = written
     whole = items(source)
     for every in (2, 3):
         held_out = items(with_option(source, f'every={every}'))
         rest = items(with_option(source, f'except_every={every}'))
-        # Which item of its file one is, or for files of one item, which file.
-        numbers = {item.where: item.next.file if name == 'text files' else item.next.item - 1 for item in whole}
+        # Counted from the number of its file on.
+        numbers = {item.where: item.next.file + item.next.item - 1 for item in whole}
         assert held_out == [item for item in whole if numbers[item.where] % every == every - 1]
         assert rest == [item for item in whole if item not in held_out]
         assert held_out

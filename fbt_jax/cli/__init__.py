@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         return modules[args.verb].run(args, rest)
     except UserError as error:
         status, what = 2, str(error)
+    except PermissionError as error:
+        status, what = 2, f'{error.filename}: {error.strerror}'
     except (RuntimeError, OSError) as error:
         status, what = 1, str(error)
     except KeyboardInterrupt:

@@ -65,8 +65,8 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
     if max(passes) > 1 and not has_feedback:
         raise UserError(f'--passes={args.passes}: {args.workdir} was trained without feedback; only 1 is possible')
 
-    data = open_data(config, data_folder(args.workdir))
-    require_data(args.workdir, data.fingerprint)
+    data = open_data(config, data_folder(args.workdir), held_out_only=True)
+    require_data(args.workdir, data)
     if not data.validation:
         raise UserError(f'{args.workdir} was trained without validation data (data.validation)')
     rows_logged = _metric_rows(args.workdir) if args.plot else []
@@ -88,6 +88,8 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
         if data.token_bytes is None:
             print('accuracy by position:', *summary.position_table(part.accuracy_KP, passes), sep='\n')
     results = together(by_set.values())
+    if len(by_set) > 1:
+        print(f'all of them: {results.tokens:,.0f} tokens', *summary.loss_table(results, passes), sep='\n')
     if args.json:
         figures = _figures(args.workdir, trained.step, results, passes)
         if len(by_set) > 1:

@@ -9,7 +9,10 @@ S shards, D documents of a shard, P parts of documents.
 """
 
 import functools
+import hashlib
+import io
 import json
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -70,17 +73,11 @@ class InMemory:
         return [self._tokens_N[a:b] for a, b in zip(origin_P + parts.start, origin_P + parts.stop, strict=True)]
 
 
-class _Shard(NamedTuple):
-    lengths_D: np.ndarray
-    first_record_D: np.ndarray
-    reader: Any
-
-
 class Prepared:
     """The documents of a folder that `fbt data prepare` made.
 
     Raises:
-      UserError: the folder is none such or not complete; in reading, a shard that is missing or damaged.
+      UserError: the folder is none such or not complete, a shard is missing or cut short; in reading, one is damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -91,10 +88,16 @@ class Prepared:
         self.fingerprint = self.index['fingerprint']
         self.masks = self.index['masks']
         self._dtype = np.dtype(self.index['dtype']).newbyteorder('<')
-        self._open = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
+        self._lengths = functools.lru_cache(maxsize=OPEN_SHARDS)(self._load_lengths)
+        self._reader = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_reader)
+        _raise_file_limit()
+        for shard, entry in enumerate(self.index['shards']):
+            path = self.folder / f'{shard_name(shard)}.array_record'
+            if not path.is_file() or path.stat().st_size != entry['size']:
+                raise self._damaged(shard, f'must have {entry["size"]} bytes')
 
     def lengths(self, shard: int) -> np.ndarray:
-        return self._open(shard).lengths_D
+        return self._lengths(shard)[0]
 
     def read(self, parts: Parts) -> list[np.ndarray]:
         out: list[Any] = [None] * len(parts.shard)
@@ -106,13 +109,13 @@ class Prepared:
         return out
 
     def _read_shard(self, shard: int, parts: Parts) -> list[np.ndarray]:
-        _, first_record_D, reader = self._open(shard)
+        first_record_D, reader = self._lengths(shard)[1], self._reader(shard)
         first_P = first_record_D[parts.unit]
         begin_P, end_P = first_P + parts.start // RECORD_TOKENS, first_P + (parts.stop - 1) // RECORD_TOKENS + 1
         numbers = np.unique(np.concatenate([np.arange(a, b) for a, b in zip(begin_P, end_P, strict=True)])).tolist()
         try:
             found = dict(zip(numbers, reader.read(numbers), strict=True))
-        except (OSError, ValueError, RuntimeError, IndexError) as error:
+        except (ValueError, RuntimeError, IndexError) as error:
             raise self._damaged(shard, f'records {numbers[0]} to {numbers[-1]}: {_brief(error)}') from None
         out = []
         for begin, end, start, stop in zip(begin_P, end_P, parts.start, parts.stop, strict=True):
@@ -120,30 +123,45 @@ class Prepared:
             tokens = np.frombuffer(data, self._dtype)
             skip = start // RECORD_TOKENS * RECORD_TOKENS
             out.append(tokens[start - skip : stop - skip])
+            if len(out[-1]) != stop - start:
+                raise self._damaged(shard, f'record {begin} is shorter than its lengths say')
         return out
 
-    def _open_shard(self, shard: int) -> _Shard:
+    def _load_lengths(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each document: its tokens, and its first record."""
+        path = self.folder / f'{shard_name(shard)}.npy'
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise self._damaged(shard, f'{path.name} is not there') from None
+        if hashlib.sha256(data).hexdigest() != self.index['shards'][shard]['lengths_sha256']:
+            raise self._damaged(shard, f'{path.name} is not what index.json says')
+        lengths_D = np.load(io.BytesIO(data)).astype(np.int64)
+        records_D = -(-lengths_D // RECORD_TOKENS)
+        return lengths_D, np.cumsum(records_D) - records_D
+
+    def _open_reader(self, shard: int) -> Any:
         from array_record.python.array_record_module import ArrayRecordReader
 
-        stem = self.folder / shard_name(shard)
-        try:
-            lengths_D = np.load(f'{stem}.npy').astype(np.int64)
-        except (OSError, ValueError) as error:
-            raise self._damaged(shard, f'its lengths: {_brief(error)}') from None
-        records_D = -(-lengths_D // RECORD_TOKENS)
+        path = f'{self.folder / shard_name(shard)}.array_record'
+        with open(path, 'rb'):  # whose own errors say what is wrong: no permission, too many open files  # noqa: PTH123
+            pass
         try:
             # Reading ahead is for reading in order; what is read here is known beforehand.
-            reader = ArrayRecordReader(f'{stem}.array_record', 'readahead_buffer_size:0')
+            reader = ArrayRecordReader(path, 'readahead_buffer_size:0')
             records = reader.num_records()
-        except (OSError, ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
             raise self._damaged(shard, _brief(error)) from None
-        expected = (int(self.documents_S[shard]), int(self.tokens_S[shard]), int(records_D.sum()))
-        if (len(lengths_D), int(lengths_D.sum()), records) != expected:
+        lengths_D, first_record_D = self._lengths(shard)
+        if records != first_record_D[-1] - (-lengths_D[-1] // RECORD_TOKENS):
             raise self._damaged(shard, 'it does not hold what index.json says')
-        return _Shard(lengths_D, np.cumsum(records_D) - records_D, reader)
+        return reader
 
     def _damaged(self, shard: int, why: str) -> UserError:
         return UserError(f'{self.folder / shard_name(shard)}.array_record is missing or damaged: {why}')
+
+
+_KEYS = {'shards', 'fingerprint', 'masks', 'dtype', 'tokenizer_fingerprint', 'path', 'source', 'skipped', 'bytes'}
 
 
 def shard_name(shard: int) -> str:
@@ -161,9 +179,16 @@ def read_index(folder: str | Path) -> dict[str, Any]:
         index = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f'{path} is not valid JSON: {error}') from None
-    if not isinstance(index, dict) or index.get('format') != FORMAT:
+    if not isinstance(index, dict) or index.get('format') != FORMAT or index.keys() < _KEYS:
         raise UserError(f'{path} is not an index of {FORMAT!r}')
     return index
+
+
+def _raise_file_limit() -> None:
+    """As many open files as the system allows: each source may hold OPEN_SHARDS, and shells begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _brief(error: Exception) -> str:

@@ -132,17 +132,19 @@ class Data:
         return low, exhausted(low + 1)
 
 
-def open_data(config: Config, folder: str | Path | None = None) -> Data:
+def open_data(config: Config, folder: str | Path | None = None, *, held_out_only: bool = False) -> Data:
     """The data of `config.data`, shuffled by `config.seed`. The embedded text is tokenised once in a process.
 
     folder: where `prepare_sources` has put what is tokenised from raw text, and a run keeps its tokenizer's file.
+    held_out_only: for evaluation, which needs no training data; there are no `members` then, and no rows to train on.
     """
     data = config.data
     if data.source == 'word_problem':
         return _open_word_problem(config)
     tokenizer = load_tokenizer(data, folder)
     assert tokenizer is not None, 'only the word problem has no tokenizer'
-    documents = {name: _documents(_label('train', name), data, tokenizer, folder) for name, _ in data.sources}
+    names = [] if held_out_only else [name for name, _ in data.sources]
+    documents = {name: _documents(_label('train', name), data, tokenizer, folder) for name in names}
     if data.source == 'austen':
         held_out: dict[str, Documents] = {'validation': _austen(data.tokenizer)[1]}
     else:
@@ -152,7 +154,7 @@ def open_data(config: Config, folder: str | Path | None = None) -> Data:
         name: _PACKINGS[data.packing](found, seq_len=data.seq_len, seed=config.seed)
         for name, found in documents.items()
     }
-    phases = [(step * data.batch_size, shares) for step, shares in data.weight_phases(config.training.steps)]
+    phases = [(step * data.batch_size, shares) for step, shares in data.weight_phases(config.training.steps) if members]
     return Data(
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer,
@@ -167,7 +169,7 @@ def open_data(config: Config, folder: str | Path | None = None) -> Data:
             for split, named in (('train', documents), ('validation', held_out))
             for name, found in named.items()
         },
-        train_rows=Mixture(list(members.values()), phases) if len(members) > 1 else next(iter(members.values())),
+        train_rows=next(iter(members.values())) if len(members) == 1 else Mixture(list(members.values()), phases),
         members=members,
         validation={n: StreamRows(found, seq_len=data.seq_len, seed=None) for n, found in held_out.items()},
         seq_len=data.seq_len,
@@ -228,7 +230,8 @@ def _documents(label: str, data: DataConfig, tokenizer: Tokenizer, folder: str |
     elif folder is not None:
         found = Prepared(Path(folder) / label)
     else:
-        raise UserError(f'{source.path} is not tokenised yet: `fbt data prepare` it, and give prepared:FOLDER')
+        told = '`fbt data prepare` it and give prepared:FOLDER, or name the run that has done so'
+        raise UserError(f'{source.path} is not tokenised yet: {told}')
     if found.index['tokenizer_fingerprint'] != tokenizer.fingerprint:
         raise UserError(f'{found.folder} was made with another tokenizer than data.tokenizer = {data.tokenizer!r}')
     return found
@@ -253,11 +256,13 @@ def _open_word_problem(config: Config) -> Data:
     def rows(validation: bool) -> Rows:
         return word_problem.WordProblemRows(seq_len=config.data.seq_len, seed=config.seed, validation=validation)
 
+    fingerprint = _fingerprint(['word_problem', str(config.data.seq_len), repr(word_problem.GENERATORS)])
+
     return Data(
         vocab_size=word_problem.VOCAB_SIZE,
         tokenizer=None,
-        fingerprint=_fingerprint(['word_problem', str(config.data.seq_len), repr(word_problem.GENERATORS)]),
-        record={},
+        fingerprint=fingerprint,
+        record={split: {'fingerprint': fingerprint} for split in ('train', 'validation')},
         train_rows=rows(validation=False),
         members={},
         validation={'validation': rows(validation=True)},
@@ -268,11 +273,14 @@ def _open_word_problem(config: Config) -> Data:
 
 
 def _recorded(documents: Documents) -> dict[str, Any]:
-    counts = {'documents': int(documents.documents_S.sum()), 'tokens': int(documents.tokens_S.sum())}
-    if not isinstance(documents, Prepared):
-        return counts
-    index = documents.index
-    return counts | {name: index[name] for name in ('bytes', 'skipped', 'path', 'source', 'fingerprint')}
+    record: dict[str, Any] = {
+        'documents': int(documents.documents_S.sum()),
+        'tokens': int(documents.tokens_S.sum()),
+        'fingerprint': documents.fingerprint,
+    }
+    if isinstance(documents, Prepared):
+        record |= {name: documents.index[name] for name in ('bytes', 'skipped', 'path', 'source')}
+    return record
 
 
 def _fingerprint(*parts: list[str]) -> str:

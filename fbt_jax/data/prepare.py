@@ -34,6 +34,8 @@ BLOCK_CHARACTERS = 2**22
 # A longer text is encoded in pieces, cut where a line begins if there is such a place in a piece's second half, else
 # before a space, else anywhere. Byte-level tokenizers encode word by word, so for them only the last changes tokens.
 PIECE_CHARACTERS = 2**20
+PROGRESS = 'progress.jsonl'
+SHARD_KEYS = ('documents', 'tokens', 'bytes', 'sha256', 'lengths_sha256', 'size')  # what the index tells of each
 FIRST_SKIPPED = 20  # of the documents left out, how many the index names
 _CUTS = (re.compile(r'(?<=\n)(?=\S)'), re.compile(r'(?<=\S)(?= \S)'))
 
@@ -41,6 +43,7 @@ _CUTS = (re.compile(r'(?<=\n)(?=\S)'), re.compile(r'(?<=\S)(?= \S)'))
 class _Encoded(NamedTuple):
     tokens: np.ndarray  # as stored
     text_bytes: int
+    token_bytes: int  # that the tokens stand for: others where the tokenizer changes text
     item: sources.Item
 
 
@@ -62,31 +65,40 @@ def prepare(
     with held(out, str(out), 'another process is preparing data there'):
         done = read_index(out) if (Path(out) / 'index.json').exists() else None
         try:
-            header = _header(source, tokenizer, shard_tokens)
+            files = sources.list_files(source)
         except UserError:
-            if done is not None and done['path'] == source.path:
-                return done  # the text is gone; what was made of it is whole
-            raise
+            if done is None or done['path'] != source.path:
+                raise
+            # The text is gone; what was made of it is whole.
+            files = tuple(sources.File(*file) for file in done['source']['files'])
+        header = _header(source, files, tokenizer, shard_tokens)
         if done is not None:
             _require_same(header, done, out)
+            (Path(out) / PROGRESS).unlink(missing_ok=True)
             return done
         work = _Work(Path(out), header)
         reader = sources.read(source, work.files, work.position)
         seconds = 0.2 if sys.stderr.isatty() else 10  # a log file is no place for a moving bar
-        bar = tqdm(unit=' documents', unit_scale=True, mininterval=seconds, disable=not progress_bar)
+        bar = tqdm(
+            desc=Path(out).name,
+            unit=' documents',
+            mininterval=seconds,
+            delay=seconds,
+            leave=False,
+            disable=not progress_bar,
+        )
         with bar:
             bar.update(work.total('documents'))
             for encoded in _encode(reader, tokenizer, work, poll):
                 work.add(encoded)
                 bar.update()
                 if not bar.n % 1000:
-                    bar.set_postfix_str(f'file {encoded.item.next.file} of {len(work.files)}', refresh=False)
+                    bar.set_postfix_str(f'file {encoded.item.next.file + 1} of {len(work.files)}', refresh=False)
         return work.finish(tokenizer)
 
 
-def _header(source: Source, tokenizer: Tokenizer, shard_tokens: int) -> dict[str, Any]:
+def _header(source: Source, files: tuple[sources.File, ...], tokenizer: Tokenizer, shard_tokens: int) -> dict[str, Any]:
     """All that decides what the shards hold."""
-    files = sources.list_files(source)
     masks = 'prompt_key' in source.options
     bits = (tokenizer.vocab_size - 1).bit_length() + masks
     return {
@@ -116,9 +128,11 @@ def _require_same(header: dict[str, Any], found: dict[str, Any], out: str | Path
             f'{out} was made from other files: {", ".join(sorted(set(changed))[:3])} came, went or changed size; '
             'use a new folder'
         )
-    for key, value in header.items():
-        if key != 'path' and found.get(key) != value:
-            raise UserError(f'{out} was made with {key} = {found.get(key)!r}, not {value!r}; use a new folder')
+    told_apart = dict.fromkeys(('source', 'source_fingerprint', 'files', 'path'))
+    flat = [{**h, **h['source'], **told_apart} for h in (found, header)]
+    for key, value in flat[1].items():
+        if flat[0].get(key) != value:
+            raise UserError(f'{out} was made with {key} = {flat[0].get(key)!r}, not {value!r}; use a new folder')
 
 
 class _Work:
@@ -127,13 +141,14 @@ class _Work:
     def __init__(self, out: Path, header: dict[str, Any]) -> None:
         self.out, self.header = out, header
         self.files = tuple(sources.File(*file) for file in header['source']['files'])
-        self._progress = out / 'progress.jsonl'
+        self._progress = out / PROGRESS
         self._shards: list[dict[str, Any]] = []
         if self._progress.exists():
             began, *lines = _whole_lines(self._progress)
-            _require_same(header, began, out)
+            if lines:  # else nothing was made yet, and another beginning is as good
+                _require_same(header, began, out)
             self._shards = lines
-        elif any(path.name != 'progress.jsonl.tmp' for path in out.iterdir()):
+        elif any(path.name != f'{PROGRESS}.tmp' for path in out.iterdir()):
             raise UserError(f'{out} is not empty and holds no prepared data: use a new folder')
         # Also drops the end of a line that a kill cut short.
         replace(self._progress, ''.join(json.dumps(line) + '\n' for line in (header, *self._shards)))
@@ -146,7 +161,7 @@ class _Work:
 
     def _begin(self) -> None:
         self._lengths: list[int] = []
-        self._tokens = self._bytes = 0
+        self._tokens = self._bytes = self._token_bytes = 0
         self._writer: Any = None
 
     def skip(self, item: sources.Item) -> None:
@@ -170,6 +185,7 @@ class _Work:
         self._lengths.append(len(encoded.tokens))
         self._tokens += len(encoded.tokens)
         self._bytes += encoded.text_bytes
+        self._token_bytes += encoded.token_bytes
         self.position = encoded.item.next
         full = self.header['shard_tokens']
         if self._tokens >= full or len(self._lengths) >= full // MEAN_TOKENS:
@@ -190,7 +206,10 @@ class _Work:
             'documents': len(self._lengths),
             'tokens': self._tokens,
             'bytes': self._bytes,
+            'token_bytes': self._token_bytes,
             'sha256': digest.hexdigest(),
+            'lengths_sha256': hashlib.sha256(Path(f'{stem}.npy').read_bytes()).hexdigest(),
+            'size': records.stat().st_size,
             'position': list(self.position),
             'skipped': self.skipped,
             'first_skipped': self.first_skipped,
@@ -209,19 +228,21 @@ class _Work:
         if not self._shards:
             left_out = ', '.join(f'{n} {reason}' for reason, n in self.skipped.items())
             raise UserError(f'the source holds no document{f" ({left_out})" if left_out else ""}')
-        shards = [{k: shard[k] for k in ('documents', 'tokens', 'bytes', 'sha256')} for shard in self._shards]
+        shards = [{k: shard[k] for k in SHARD_KEYS} for shard in self._shards]
         identity = [self.header['tokenizer_fingerprint'], *(shard['sha256'] for shard in shards)]
         index = self.header | {
             'documents': self.total('documents'),
             'tokens': self.total('tokens'),
             'bytes': self.total('bytes'),
+            'token_bytes': self.total('token_bytes'),
             'skipped': self.skipped,
             'first_skipped': self.first_skipped,
             'fingerprint': hashlib.sha256('\n'.join(identity).encode()).hexdigest(),
             'shards': shards,
         }
         if tokenizer.file is not None:
-            replace(self.out / tokenizer.file[0], tokenizer.file[1])
+            (self.out / 'tokenizer').mkdir(exist_ok=True)
+            replace(self.out / 'tokenizer' / tokenizer.file[0], tokenizer.file[1])
         replace(self.out / 'index.json', json.dumps(index, indent=1) + '\n')
         self._progress.unlink()
         return index
@@ -230,9 +251,12 @@ class _Work:
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file that was appended to, without a last one that was cut short."""
     lines = path.read_bytes().split(b'\n')[:-1]
-    if not lines:
-        raise UserError(f'{path} is damaged: remove the folder and prepare it anew')
-    return [json.loads(line) for line in lines]
+    try:
+        found = [json.loads(line) for line in lines]
+        assert found and all(isinstance(line, dict) for line in found)
+    except (ValueError, AssertionError):
+        raise UserError(f'{path} is damaged: remove the folder and prepare it anew') from None
+    return found
 
 
 def _encode(
@@ -272,12 +296,14 @@ def _encode_block(block: list[sources.Item], tokenizer: Tokenizer, header: dict[
         parts += own
     stream = np.concatenate(parts)
     _require_no_ends_in_text(stream, np.array(stops), block, tokenizer)
+    bytes_N = np.cumsum(tokenizer.token_bytes[stream])
+    token_bytes = np.diff(bytes_N[np.array(stops) - 1], prepend=0).tolist()
     stream = stream.astype(dtype)
     if header['masks']:
         for start, stop in masked:
             stream[start:stop] |= dtype.type(1 << (8 * dtype.itemsize - 1))
-    for item, start, stop in zip(block, [0, *stops[:-1]], stops, strict=True):
-        yield _Encoded(stream[start:stop], len(item.text.encode()) + len(item.prompt.encode()), item)
+    for item, start, stop, stands_for in zip(block, [0, *stops[:-1]], stops, token_bytes, strict=True):
+        yield _Encoded(stream[start:stop], len(item.text.encode()) + len(item.prompt.encode()), stands_for, item)
 
 
 def _require_no_ends_in_text(

@@ -44,10 +44,11 @@ class Part:
     path: str
     size: int
     first: int
+    index: int  # of the file
     reached: int = 0  # records, or bytes of text after decompression
 
     def wants(self, number: int) -> bool:
-        return number >= self.first and (by_file(self.source) or chosen(self.source, number))
+        return number >= self.first and (by_file(self.source) or chosen(self.source, self.index + number))
 
 
 def by_file(source: Source) -> bool:
@@ -55,7 +56,10 @@ def by_file(source: Source) -> bool:
 
 
 def chosen(source: Source, number: int) -> bool:
-    """Whether `every` or `except_every`, which are exact complements, leave item `number` in."""
+    """Whether `every` or `except_every`, which are exact complements, leave item `number` in.
+
+    Items are numbered from their file's own number on, so that of many short files as many are taken as of a long one.
+    """
     if 'every' in source.options:
         every = int(source.options['every'])
         return number % every == every - 1
@@ -164,6 +168,8 @@ def _columns(part: Part, schema: Any) -> list[str]:
     from pyarrow import types
 
     for name in _keys(part.source):
+        if schema.names.count(name) > 1:
+            raise UserError(f'{part.path}: has {schema.names.count(name)} columns {name!r}; must have one')
         if name not in schema.names:
             raise UserError(f'{part.path}: no column {name!r}; there are {", ".join(map(repr, schema.names))}')
         kind = schema.field(name).type
@@ -179,13 +185,24 @@ def _rows(part: Part, batches: Iterable[Any], number: int) -> Iterator[Raw]:
 
     for batch in batches:
         if number + batch.num_rows > part.first:
-            # As bytes, since nothing has checked that these strings are UTF-8.
+            _require_sound(batch.column(name) for name in _keys(part.source))
+            # As bytes, since strings that are no UTF-8 are told later.
             columns = {name: batch.column(name).cast(pyarrow.large_binary()) for name in _keys(part.source)}
             for i in filter(part.wants, range(number, number + batch.num_rows)):
                 record = {name: column[i - number].as_py() for name, column in columns.items()}
                 yield Raw(i, *_values(part, record, f'record {i}'), f'record {i}')
         number += batch.num_rows
         part.reached = number
+
+
+def _require_sound(columns: Iterable[Any]) -> None:
+    """pyarrow's error for a damaged column, reading which would end the process. Invalid UTF-8 is no such damage."""
+    for column in columns:
+        try:
+            column.validate(full=True)
+        except ValueError as error:
+            if 'UTF8' not in str(error):
+                raise
 
 
 def _arrayrecord(part: Part) -> Iterator[Raw]:

@@ -8,6 +8,7 @@ Paths are fsspec's: local, gs://, s3://, memory://; ArrayRecord's readers know l
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ def read(source: Source, files: tuple[File, ...], start: Position = START) -> It
     root = _root(source, path)
     for index in range(start.file, len(files)):
         name, size = files[index]
-        part = Part(source, fs, f'{root}/{name}', size, start.item if index == start.file else 0)
+        part = Part(source, fs, f'{root}/{name}', size, start.item if index == start.file else 0, index)
         if by_file(source) and (part.first > 0 or not chosen(source, index)):
             continue
         _check_unchanged(part)
@@ -85,6 +86,8 @@ def read(source: Source, files: tuple[File, ...], start: Position = START) -> It
                 yield _item(raw, where=where, following=Position(index, raw.number + 1))
         except UserError:
             raise
+        except PermissionError as error:
+            raise UserError(f'{part.path}: {error.strerror}') from None
         except DAMAGE as error:
             told = ' '.join(str(error).split())
             reached = f'{"byte" if source.format in ("text", "jsonl") else "record"} {part.reached}'
@@ -114,9 +117,9 @@ def _filesystem(source: Source) -> tuple[Any, str]:
         )
     try:
         return fsspec.core.url_to_fs(source.path)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # each file system has its own
         if protocol not in _LIBRARIES:
-            raise UserError(f'{source.path}: {error}') from error
+            raise UserError(f'{source.path}: {" ".join(str(error).split())}') from error
         library = _LIBRARIES[protocol]
         raise UserError(f'{source.path}: {protocol}:// needs {library}: pip install {library}') from error
 
@@ -128,8 +131,20 @@ def _root(source: Source, path: str) -> str:
     return re.split(r'[*?[]', path, maxsplit=1)[0].rpartition('/')[0]
 
 
+def _require_readable(path: str) -> None:
+    """UserError for a folder below the glob that can't be looked into: fsspec would leave it out without a word."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f'{error.filename}: {error.strerror}')
+
+    for _ in os.walk(re.split(r'[*?[]', path, maxsplit=1)[0].rpartition('/')[0] or '/', onerror=refuse):
+        pass
+
+
 def _matching_files(source: Source, fs: Any, path: str) -> dict[str, int]:
     """Full path -> bytes. A file whose very name has a wild card in it comes before what the glob would match."""
+    import fsspec
+
     if fs.isfile(path):
         return {path: fs.size(path)}
     if fs.isdir(path):
@@ -138,8 +153,10 @@ def _matching_files(source: Source, fs: Any, path: str) -> dict[str, int]:
         infos = fs.glob(path, detail=True)
     except ValueError as error:  # ** within a name
         raise UserError(f'{source.path}: {error}') from error
-    # A link is of type `other`, whatever it leads to.
-    found = {name: info['size'] for name, info in infos.items() if info['type'] == 'file' or not fs.isdir(name)}
+    # A link is of type `other`, whatever it leads to; so is a pipe or a device, which has no end.
+    found = {name: info['size'] for name, info in infos.items() if info['type'] == 'file' or fs.isfile(name)}
+    if '**' in path and isinstance(fs, fsspec.implementations.local.LocalFileSystem):
+        _require_readable(path)
     if not found:
         raise UserError(f'{source.path}: no file matches; must be a file or a glob (** for any depth of folders)')
     return found
@@ -149,12 +166,17 @@ def _hf_files(source: Source, fs: Any, path: str) -> dict[str, int]:
     """The files that state.json lists."""
     if fs.isfile(f'{path}/dataset_dict.json'):
         splits = _entry(fs, f'{path}/dataset_dict.json', 'splits')
-        folders = ' or '.join(f'{source.path.rstrip("/")}/{split}' for split in splits)
+        names = splits if isinstance(splits, list) else ['SPLIT']
+        folders = ' or '.join(f'{source.path.rstrip("/")}/{split}' for split in names)
         raise UserError(f'{source.path}: holds several splits; must be the folder of one: {folders}')
     if not fs.isfile(f'{path}/state.json'):
         raise UserError(f'{source.path}: no state.json there; must be a folder written by Dataset.save_to_disk')
     listed = _entry(fs, f'{path}/state.json', '_data_files')
-    return _sizes(source, fs, (f'{path}/{entry["filename"]}' for entry in listed))
+    try:
+        names = [entry['filename'] for entry in listed]
+    except (KeyError, TypeError):
+        raise UserError(f'{path}/state.json: _data_files is no list of files; copy the data set again') from None
+    return _sizes(source, fs, (f'{path}/{name}' for name in names))
 
 
 def _entry(fs: Any, path: str, key: str) -> Any:

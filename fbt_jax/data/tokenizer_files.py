@@ -135,6 +135,8 @@ def _hugging_face(file: _File) -> _Loaded:
     alphabet = pre_tokenizers.ByteLevel.alphabet() if byte_level else map(spelt, range(256))
     if missing := {*alphabet} - {spelt(b) for b in _NO_UTF8} - vocab.keys():
         raise file.wrong(f'loses text: lacks {len(missing)} single bytes, {min(missing)!r} for one')
+    if max(vocab.values()) >= 2**24:
+        raise file.wrong(f'its largest id is {max(vocab.values())}; must be below 2**24')
     token_bytes = np.zeros(max(vocab.values()) + 1, np.int32)
     for token, index in vocab.items():
         token_bytes[index] = len(token) if byte_level else _piece_bytes(token, is_byte=bool(_BYTE.fullmatch(token)))

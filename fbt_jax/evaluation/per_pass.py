@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbt_jax.batch import Batch
+from fbt_jax.errors import UserError
 from fbt_jax.losses import token_losses
 from fbt_jax.passes import multi_pass
 from fbt_jax.sharding import replicated
@@ -122,6 +123,8 @@ def evaluate_passes(
         sums = part if sums is None else jax.tree.map(np.add, sums, part)
     if sums is None:
         raise ValueError('no validation rows to evaluate')
+    if not sums.tokens_P.any():
+        raise UserError('the validation rows have no target that counts')
     return PassResults(sums)
 
 

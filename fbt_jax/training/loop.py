@@ -37,6 +37,7 @@ from fbt_jax.training.run_folder import (
     locked,
     record_config,
     require_path,
+    require_same_run,
     require_shared,
     tokenise_raw,
 )
@@ -83,7 +84,8 @@ def train(config: Config, workdir: str) -> None:
         enable_float64(config)
         config = resolve(config, workdir)
         agree(flat_keys(config) | {'--workdir': str(Path(workdir).absolute())})
-        require_divisible(config, make_mesh(config.mesh))  # before hours may go into tokenising
+        require_divisible(config, make_mesh(config.mesh))
+        on_primary(lambda: require_same_run(workdir, config))  # all this before hours may go into tokenising
         tokenise_raw(config, workdir, poll=stop.poll)
         data = open_data(config, data_folder(workdir))
         agree({'data': data.fingerprint})
@@ -102,7 +104,8 @@ def resolve(config: Config, workdir: str | None = None) -> Config:
     needed = vocab_size(config.data, data_folder(workdir) if workdir else None)
     size = config.model.vocab_size or needed
     if size < needed:
-        raise UserError(f'model.vocab_size = {size}: the data need at least {needed}')
+        which = f'data.tokenizer = {config.data.tokenizer}'
+        raise UserError(f'model.vocab_size = {size}: the data need at least {needed} ({which})')
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
@@ -126,7 +129,6 @@ class _Trainer:
         summary.require_split(self.setup)
         self.rows = local_rows(self.mesh, config.data.batch_size)
         self.iterator = data.train_iterator(self.rows)
-        self.steps = self._last_step()
         self.tally = Tally()
         self.pending: _Pending | None = None
         self.clock = time.perf_counter()
@@ -137,7 +139,7 @@ class _Trainer:
         self.eval_step = self._make_eval_step(self.eval_passes)
         self.source: Loaded | None = None
         if config.init.from_ and not has_checkpoint(workdir):
-            self.source = load_source(config, self.setup.state)
+            self.source = load_source(config, self.setup.state, data)
 
     def run(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
@@ -146,8 +148,10 @@ class _Trainer:
             self._run()
 
     def _run(self) -> None:
-        steps = self.steps
         first = int(self.state.step)
+        # With init.data = continue the data are further on than the steps.
+        self.ahead = int(self.iterator.get_state()['next_index']) - first
+        self.steps = steps = self._last_step()
         if first > steps:
             raise UserError(f'training.steps = {steps}: the run in {self.workdir} has done {first} already')
         if first == steps and not self._evaluation_missed(first):
@@ -207,11 +211,13 @@ class _Trainer:
         steps = self.config.training.steps
         if self.config.data.exhausted == 'repeat':
             return steps
-        last, name = self.data.steps_in_one_epoch(steps)
-        if last == 0:
-            raise UserError(f'data.exhausted = end: the source {name!r} has not the rows of one step')
+        whole, name = self.data.steps_in_one_epoch(steps + self.ahead)
+        last = whole - self.ahead
+        if last < 1:
+            raise UserError(f'data.exhausted = end: {name} has no {len(self.rows)} rows (left) for a step')
         if last < steps:
-            say(f'the run ends after {last} of {steps} steps: the source {name!r} has no more (data.exhausted = end)')
+            told = f'set training.steps = {last} for the schedule to end there too'
+            say(f'the run ends after {last} of {steps} steps, where {name} ends (data.exhausted = end); {told}')
         return last
 
     def _open_writer(self, resume_step: int | None) -> metrics.MetricsWriter | metrics.NoWriter:
@@ -313,7 +319,7 @@ class _Trainer:
             tokens_per_second=tokens / seconds,
             step_seconds=seconds,
             mfu=flops / seconds / peak if peak else None,
-            read_so_far=self.data.read_so_far(step),
+            read_so_far=self.data.read_so_far(step + self.ahead),
         )
 
     # Evaluation
@@ -381,16 +387,19 @@ class _Trainer:
             raise
 
     def _print_final_table(self) -> None:
-        for name in self.data.validation:
-            self._print_table_of(name)
-        if not self.data.validation:
+        results = [self._print_table_of(name) for name in self.data.validation]
+        if len(results) > 1:
+            say('all validation rows together:')
+            summary.printer(say)(summary.loss_table(together(results), range(1, self.eval_passes + 1)))
+        if not results:
             say('no validation data (data.validation)')
-        told = ', '.join(f'{name} {value:.4g}' for name, value in self.data.read_so_far(self.steps).items())
+        read = self.data.read_so_far(self.steps + self.ahead)
+        told = ', '.join(f'{name} {value:.4g}' for name, value in read.items())
         if told:
             say(f'read: {told}')
         say(f'{self.tally.tokens:,} tokens, {self.tally.token_passes:,} token-passes; run folder: {self.workdir}')
 
-    def _print_table_of(self, name: str) -> None:
+    def _print_table_of(self, name: str) -> PassResults:
         show = summary.printer(say)
         total = self.data.validation[name].num_rows
         say(f'{name}, all {total} rows:')
@@ -404,6 +413,7 @@ class _Trainer:
             say(f'{name}, {rows} rows, iterated past the passes it was trained with:')
             long = self._results_of(name, self._make_eval_step(FINAL_PASSES[-1]), rows)
             show(summary.loss_table(long, FINAL_PASSES))
+        return results
 
     # Checkpoints, profile
 

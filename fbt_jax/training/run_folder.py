@@ -103,10 +103,19 @@ def read_config(workdir: str) -> Config:
     return from_dict(_read_record(workdir)['config'])
 
 
-def require_data(workdir: str, fingerprint: str) -> None:
-    """Raises UserError unless the run in `workdir` was trained on these documents, with this tokenizer."""
-    if _read_record(workdir)['data_fingerprint'] != fingerprint:
-        raise UserError(f'{workdir} holds a run of other data: the documents or the tokenizer changed since it began')
+def data_fingerprint(workdir: str) -> str:
+    """Of the data that the run in `workdir` began with."""
+    return _read_record(workdir)['data_fingerprint']
+
+
+def require_data(workdir: str, data: Data) -> None:
+    """Raises UserError unless the run in `workdir` began with these documents, and this tokenizer."""
+    began = _read_record(workdir)['data']
+    known = {name: entry['fingerprint'] for name, entry in began.items()}
+    changed = [name for name, entry in data.record.items() if known.get(name) != entry['fingerprint']]
+    if changed:
+        told = 'the documents or the tokenizer changed since it began'
+        raise UserError(f'{workdir} holds a run of other data ({", ".join(changed)}): {told}')
 
 
 def tokenise_raw(config: Config, workdir: str, *, poll: Callable[[], None]) -> None:
@@ -158,37 +167,51 @@ def has_checkpoint(workdir: str) -> bool:
     return any(path.name.isdigit() for path in Path(workdir).glob('checkpoints/*'))
 
 
-def claim_folder(workdir: str, config: Config, data: Data, say: Callable[[str], None]) -> None:
-    """Writes the config.json of a new run, or checks that the folder's run is this one; changes nothing then.
+def require_same_run(workdir: str, config: Config) -> None:
+    """Changes nothing.
 
     Raises:
       UserError: the folder holds a run of another model, data order or seed (names the keys), or something that is no
       run.
     """
-    path = Path(workdir) / 'config.json'
-    if path.exists():
-        old = _read_record(workdir)
-        changes = changed_keys(old['config'], to_dict(config))
-        fixed = [
-            f'{key} was {a!r}, now {b!r}'
-            for key, (a, b) in changes.items()
-            if key.split('.')[0] in FIXED_SECTIONS and key not in (*FREE_KEYS, *PATH_KEYS)
-        ]
-        if 'training.steps' in changes and _weight_phases(from_dict(old['config'])) != _weight_phases(config):
-            fixed.append('training.steps moves the phases of data.weights: give their starts in steps')
-        if fixed:
-            raise UserError(f'{workdir} holds another run: {"; ".join(fixed)}. Use a new --workdir, or the old values')
-        require_data(workdir, data.fingerprint)
-        for key, (before, now) in changes.items():
-            say(f'resuming with {key} = {now!r} (was {before!r})')
+    if not (Path(workdir) / 'config.json').exists():
+        if any((Path(workdir) / name).exists() for name in ('checkpoints', 'metrics.jsonl')):
+            raise UserError(f'{workdir} holds checkpoints or metrics but no config.json: use a new --workdir')
         return
-    if any((Path(workdir) / name).exists() for name in ('checkpoints', 'metrics.jsonl')):
-        raise UserError(f'{workdir} holds checkpoints or metrics but no config.json: use a new --workdir')
-    if data.tokenizer is not None and data.tokenizer.file is not None:
-        name, content = data.tokenizer.file
-        data_folder(workdir).mkdir(exist_ok=True)
-        replace(data_folder(workdir) / name, content)
-    record_config(workdir, config, data)
+    old = _read_record(workdir)
+    changes = changed_keys(old['config'], to_dict(config))
+    fixed = [
+        f'{key} was {a!r}, now {b!r}'
+        for key, (a, b) in changes.items()
+        if key.split('.')[0] in FIXED_SECTIONS and key not in (*FREE_KEYS, *PATH_KEYS, 'data.weights')
+    ]
+    if not fixed and weight_phases(from_dict(old['config'])) != weight_phases(config):
+        fixed.append('data.weights: its phases begin at other steps, or have other shares')
+    if fixed:
+        raise UserError(f'{workdir} holds another run: {"; ".join(fixed)}. Use a new --workdir, or the old values')
+    copy, original = data_folder(workdir) / Path(config.data.tokenizer).name, Path(config.data.tokenizer)
+    if copy.is_file() and original.is_file() and copy.read_bytes() != original.read_bytes():
+        raise UserError(f'{workdir} holds a run with another tokenizer than {original}: it keeps its own in {copy}')
+
+
+def claim_folder(workdir: str, config: Config, data: Data, say: Callable[[str], None]) -> None:
+    """Writes the config.json of a new run, or checks that the folder's run is this one; changes nothing then.
+
+    Raises:
+      UserError: as `require_same_run`, and where the run began with other documents.
+    """
+    require_same_run(workdir, config)
+    if not (Path(workdir) / 'config.json').exists():
+        if data.tokenizer is not None and data.tokenizer.file is not None:
+            name, content = data.tokenizer.file
+            data_folder(workdir).mkdir(exist_ok=True)
+            replace(data_folder(workdir) / name, content)
+        return record_config(workdir, config, data)
+    require_data(workdir, data)
+    if _read_record(workdir)['data_fingerprint'] != data.fingerprint:
+        raise UserError(f'{workdir} holds a run of other sources: their number or names changed since it began')
+    for key, (before, now) in changed_keys(_read_record(workdir)['config'], to_dict(config)).items():
+        say(f'resuming with {key} = {now!r} (was {before!r})')
 
 
 def record_config(workdir: str, config: Config, data: Data) -> None:
@@ -227,7 +250,8 @@ def locked(workdir: str) -> Iterator[None]:
             os.close(handle)
 
 
-def _weight_phases(config: Config) -> Any:
+def weight_phases(config: Config) -> Any:
+    """When the shares of a mixture change, in steps; a fraction of a run depends on its length."""
     return config.data.weight_phases(config.training.steps)
 
 
@@ -239,8 +263,8 @@ def _read_record(workdir: str) -> dict[str, Any]:
         record = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f'{path} is not valid JSON: {error}') from None
-    if not isinstance(record, dict) or not record.keys() >= {'config', 'data_fingerprint'}:
-        raise UserError(f'{path} is not the record of a run: it has no config or no data_fingerprint')
+    if not isinstance(record, dict) or not record.keys() >= {'config', 'data_fingerprint', 'data'}:
+        raise UserError(f'{path} is not the record of a run: config, data_fingerprint or data is not there')
     return record
 
 

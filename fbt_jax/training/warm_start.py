@@ -12,15 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from fbt_jax.config import Config, changed_keys, to_dict
+from fbt_jax.config import Config, flat_keys
+from fbt_jax.data import Data
 from fbt_jax.errors import UserError
 from fbt_jax.training.checkpoint import Loaded, load_tree
 from fbt_jax.training.integrity import named_leaves
-from fbt_jax.training.run_folder import read_config
+from fbt_jax.training.run_folder import data_fingerprint, read_config, weight_phases
 from fbt_jax.training.step import TrainState
 
 
-def load_source(config: Config, shapes: TrainState) -> Loaded:
+def load_source(config: Config, shapes: TrainState, data: Data) -> Loaded:
     """The newest checkpoint of the run `init.from`, found to fit `shapes`. Reads only, so that a mistake costs nothing.
 
     Raises:
@@ -30,7 +31,7 @@ def load_source(config: Config, shapes: TrainState) -> Loaded:
     """
     source = config.init.from_
     if config.init.data == 'continue':
-        _require_same_data(config, source)
+        _require_same_data(config, source, data)
     try:
         loaded = load_tree(source, what='params+opt_state' if config.init.optimizer else 'params')
     except ValueError as error:
@@ -85,11 +86,14 @@ def _taken_part(config: Config, state: TrainState) -> dict[str, Any]:
     return {'params': state.params} | ({'opt_state': state.opt_state} if config.init.optimizer else {})
 
 
-def _require_same_data(config: Config, source: str) -> None:
-    theirs = to_dict(read_config(source))
-    ours = to_dict(config)
-    keep = ('seed', 'data')
-    changes = changed_keys({k: theirs[k] for k in keep}, {k: ours[k] for k in keep})
-    if changes:
-        text = '; '.join(f'{key} is {b!r}, was {a!r}' for key, (a, b) in changes.items())
-        raise UserError(f"init.data = 'continue': the data order of {source} differs: {text}")
+def _require_same_data(config: Config, source: str, data: Data) -> None:
+    theirs = read_config(source)
+    keys = ('seed', 'data.batch_size', 'data.packing')
+    ours, before = flat_keys(config), flat_keys(theirs)
+    wrong = [f'{key} is {ours[key]!r}, was {before[key]!r}' for key in keys if ours[key] != before[key]]
+    if weight_phases(config) != weight_phases(theirs):
+        wrong.append("data.weights' phases begin at other steps, or have other shares")
+    if not wrong and data_fingerprint(source) != data.fingerprint:
+        wrong.append('the documents, the tokenizer or data.seq_len')
+    if wrong:
+        raise UserError(f"init.data = 'continue': the data order of {source} differs: {'; '.join(wrong)}")
