@@ -32,6 +32,7 @@ def run() -> Run:
     config = Config(data=data, model=model.config, passes=PassesConfig(phases='constant_75_25_0'))
     params = make_params(model)
     params['embedding'] = params['embedding'] * 3  # sharper, so that rounding chooses nothing
+    params['fusion'] = jax.tree.map(lambda w: 0.3 * w, params['fusion'])  # a map that doesn't blow rounding up
     return Run(model, params, config, BYTES)
 
 
@@ -96,7 +97,7 @@ def test_changing_sizes_compile_nothing_new(run: Run) -> None:
     """Rows, lengths and lengths to come are rounded up; other numbers in the same powers of two run what is there."""
     generate(run, ['x' * 20] * 4, mode='soft', max_tokens=16, temperature=1.0)
     programs = [f._cache_size() for f in (decode.read_prompts, decode.begin, decode.advance)]
-    for count, length, new in ((3, 25, 9), (4, 20, 16), (3, 18, 13)):
+    for count, length, new in ((3, 25, 9), (4, 20, 16), (3, 22, 13)):
         generate(run, ['y' * length] * count, mode='soft', max_tokens=new, temperature=0.3 + length / 100, seed=new)
     assert [f._cache_size() for f in (decode.read_prompts, decode.begin, decode.advance)] == programs
 
