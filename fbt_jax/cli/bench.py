@@ -3,8 +3,8 @@
   fbt bench --config=configs/fbt_1b.py --config.data.batch_size=8 --json=bench.json
 
 Times the train step on the devices present: by number of passes and for the mixture, with the model FLOP/s reached and
-MFU (causal attention counted once, recomputation not), memory, and the input pipeline's tokens per second. `spread` is
-(slowest - fastest) / median.
+MFU (causal attention counted once, recomputation not), memory, the input pipeline's tokens per second, and decoding
+with feedback and without. `spread` is (slowest - fastest) / median.
 """
 
 import argparse
@@ -61,8 +61,16 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if result.allocated_bytes is not None:
         print(f'most memory in use on a device: {result.allocated_bytes / GIB:.3f} GiB')
     print(f'input pipeline: {result.input_tokens_per_second:,.0f} tokens/s on this host')
+    decoding = result.decoding
+    if decoding is not None:
+        told = f'decoding {decoding.rows} rows: standard {decoding.rows / decoding.standard_step:,.0f} tokens/s'
+        if decoding.soft_step is not None:
+            told += f', soft {decoding.rows / decoding.soft_step:,.0f}'
+        print(f'{told}; prompts of {decoding.prompt} tokens: plain {decoding.plain_prompt:.3f} s', end='')
+        print('' if decoding.fused_prompt is None else f', fused {decoding.fused_prompt:.3f} s')
     if args.json:
         figures = result._asdict() | {'device': device, 'devices': jax.device_count()}
         figures['timings'] = [t._asdict() for t in result.timings]
+        figures['decoding'] = None if decoding is None else decoding._asdict()
         Path(args.json).write_text(json.dumps(figures, indent=2) + '\n')
     return 0

@@ -61,11 +61,14 @@ def _read(path: str) -> list[str]:
 def _generate(args: argparse.Namespace, prompts: list[str] | None) -> None:
     import jax
 
+    from fbt_jax.inference.decode import cast
+    from fbt_jax.model.transformer import compute_dtype
     from fbt_jax.training.processes import is_primary
     from fbt_jax.training.run_folder import load_run, spread
 
     trained, mesh = spread(load_run(args.workdir, args.step), split_rows=False)
     with jax.set_mesh(mesh):
+        trained = trained._replace(params=cast(trained.params, dtype=compute_dtype(trained.model.config)))
         if prompts is not None:
             _answer(args, trained, prompts, is_primary())
             return

@@ -25,6 +25,15 @@ from fbt_jax.sharding import constrain
 MODES = ('standard', 'soft', 'fused')
 
 
+@partial(jax.jit, static_argnames='dtype')
+def cast(params: Any, *, dtype: jnp.dtype) -> Any:
+    """Matrices in the dtype that they are multiplied in anyway, so that each step reads no more bytes than it needs.
+
+    Results stay the same to the bit; norms' scales stay as they are.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if path[-1].key == 'scale' else x.astype(dtype), params)
+
+
 class Read(NamedTuple):
     """Prompts that have been read."""
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbt_jax.errors import UserError, require
-from fbt_jax.inference.decode import MODES, Decoding, advance, begin, read_prompts
+from fbt_jax.inference.decode import MODES, Decoding, advance, begin, cast, read_prompts
 from fbt_jax.inference.sampling import Sampling
+from fbt_jax.model.transformer import compute_dtype
 from fbt_jax.sharding import RULES, axis_size
 
 LEAST_PROMPT = 128  # what prompts are padded to at least: kernels on accelerators want as much
@@ -97,7 +98,9 @@ def stream(
         tokens_BP[row, : len(prompt)] = prompt
         lengths_B[row] = len(prompt)
     passes = 1 + fused_passes if mode == 'fused' else 1
-    read = read_prompts(run.model, run.params, tokens_BP, lengths_B, num_passes=passes, capacity=capacity)
+    dtype = compute_dtype(run.model.config)
+    params = run.params if run.params['embedding'].dtype == dtype else cast(run.params, dtype=dtype)
+    read = read_prompts(run.model, params, tokens_BP, lengths_B, num_passes=passes, capacity=capacity)
 
     count = len(ids) * num_samples
     rows_B = np.arange(_rows(count))
@@ -113,7 +116,7 @@ def stream(
     }
     prompt_B = jnp.asarray(np.where(real_B, rows_B // num_samples, 0))
     room = _rounded(max_tokens, context)
-    state = begin(run.model, run.params, read, prompt_B, jnp.asarray(~real_B), max_tokens=room, **common)
+    state = begin(run.model, params, read, prompt_B, jnp.asarray(~real_B), max_tokens=room, **common)
     texts = _Texts(run.tokenizer, count, eos, tuple(stop))
     while True:
         steps = int(state.steps)
@@ -122,7 +125,7 @@ def stream(
             return texts.result()
         state = state._replace(done_B=state.done_B | jnp.asarray(texts.done_for(len(rows_B))))
         until = jnp.int32(min(steps + STEPS_AT_A_TIME, max_tokens))
-        state = advance(run.model, run.params, state, until=until, feedback=mode != 'standard', **common)
+        state = advance(run.model, params, state, until=until, feedback=mode != 'standard', **common)
 
 
 def check(

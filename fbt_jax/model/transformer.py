@@ -257,22 +257,28 @@ class Transformer(nn.Module):
     def _cached_layers(
         self, x_BTD: jax.Array, cache: Cache, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """The scan over layers in turns of one period, within which each layer's cache has a size of its own."""
+        """The scan over layers in turns of one period, within which each layer's cache has a size of its own.
+
+        Each layer takes its weights where they lie. Scanning over them too, a whole turn's at a time, took 1.09 times
+        as long; a loop over all layers without a scan 1.2 times, with twice the temporaries (116M parameters, 2 CPU
+        cores, 4 rows).
+        """
         c = self.config
         block, period = Block(c, parent=None), kv_cache.period(c)
-        params = jax.tree.map(lambda w: w.reshape(-1, period, *w.shape[1:]), self.variables['params']['layers'])
+        layers = self.variables['params']['layers']
 
-        def turn(x_BTD: jax.Array, inputs: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
-            params, caches = inputs
+        def turn(x_BTD: jax.Array, inputs: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+            number, caches = inputs
             out: list[Any] = []
             for i, cache in enumerate(caches):
-                one = {'params': jax.tree.map(lambda w, i=i: w[i], params)}
+                at = number * period + i
+                one = {'params': jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=at, keepdims=False), layers)}
                 windowed = c.layer_windows[i] > 0
                 x_BTD, filled = block.apply(one, x_BTD, windowed, positions_BT, segment_ids_BT, cache)
                 out.append(filled)
             return x_BTD, tuple(out)
 
-        return jax.lax.scan(turn, x_BTD, (params, cache))
+        return jax.lax.scan(turn, x_BTD, (jnp.arange(c.num_layers // period), cache))
 
 
 def _state(x_BTD: jax.Array) -> jax.Array:

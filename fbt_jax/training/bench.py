@@ -12,16 +12,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fbt_jax.batch import Batch
 from fbt_jax.config import Config
 from fbt_jax.data import Data
-from fbt_jax.sharding import local_rows, make_mesh, place, require_divisible
+from fbt_jax.inference.decode import advance, begin, cast, read_prompts
+from fbt_jax.inference.sampling import Sampling
+from fbt_jax.model.transformer import compute_dtype
+from fbt_jax.sharding import batch_shards, local_rows, make_mesh, place, require_divisible
 from fbt_jax.training.compiler import Setup, make_setup
 from fbt_jax.training.flops import peak_flops, train_flops
 from fbt_jax.training.pass_schedule import draw_branch
 from fbt_jax.training.plan import expected_shares
 from fbt_jax.training.step import TrainState
+
+DECODED_TOKENS = 32
 
 
 class Timing(NamedTuple):
@@ -35,12 +41,24 @@ class Timing(NamedTuple):
     mfu: float | None  # None where the chip's peak is unknown
 
 
+class Decoding(NamedTuple):
+    """Medians. `soft_step` and `fused_prompt` None: the model has no feedback."""
+
+    rows: int
+    prompt: int  # tokens of each row's prompt
+    plain_prompt: float  # seconds
+    fused_prompt: float | None  # in two passes
+    standard_step: float
+    soft_step: float | None
+
+
 class Bench(NamedTuple):
     timings: list[Timing]
     compile_seconds: float
     peak_bytes: int  # of the step on one device, by the compiler
     allocated_bytes: int | None  # most that the device had in use, where it tells
     input_tokens_per_second: float
+    decoding: Decoding | None  # None where the mesh splits positions, which decoding doesn't
 
 
 def bench(config: Config, data: Data, *, rounds: int) -> Bench:
@@ -59,7 +77,8 @@ def bench(config: Config, data: Data, *, rounds: int) -> Bench:
     memory = compiled.memory_analysis()
     peak = max(memory.peak_memory_in_bytes, memory.argument_size_in_bytes + memory.temp_size_in_bytes)
     stats = jax.local_devices()[0].memory_stats() or {}
-    return Bench(timings, compile_seconds, int(peak), stats.get('peak_bytes_in_use'), input_rate)
+    decoding = None if config.mesh.context > 1 else _time_decoding(config, setup, rounds)
+    return Bench(timings, compile_seconds, int(peak), stats.get('peak_bytes_in_use'), input_rate, decoding)
 
 
 def _read(config: Config, data: Data, setup: Setup) -> tuple[Batch, float]:
@@ -74,6 +93,59 @@ def _read(config: Config, data: Data, setup: Setup) -> tuple[Batch, float]:
     rate = count * len(rows) * config.data.seq_len / (time.perf_counter() - begin)
     iterator.close()
     return place(first, setup.mesh, rows=rows, num_rows=config.data.batch_size), rate
+
+
+def _time_decoding(config: Config, setup: Setup, rounds: int) -> Decoding:
+    """Steps of a few rows after prompts of half the context (at most 512 tokens), parameters in the compute dtype."""
+    model, fed_back = setup.model, config.model.fusion != 'none'
+    rows, prompt = max(4, batch_shards(setup.mesh)), min(config.data.seq_len // 2, 512)
+    new = min(DECODED_TOKENS, config.data.seq_len - prompt)
+    index_B = jnp.arange(rows)
+    options: dict[str, Any] = {
+        'stop_ids': jnp.array([-1]),
+        'rows_B': index_B,
+        'key': jax.random.key(0),
+        'sampling': Sampling(),
+        'kind': 'greedy',
+    }
+    with jax.set_mesh(setup.mesh):
+        params = cast(setup.init().params, dtype=compute_dtype(model.config))
+        tokens_BP, lengths_B = np.zeros((rows, prompt), np.int32), np.full(rows, prompt, np.int32)
+
+        def read(passes: int) -> Any:
+            return read_prompts(model, params, tokens_BP, lengths_B, num_passes=passes, capacity=prompt + new)
+
+        def decode(feedback: bool) -> float:
+            state = begin(model, params, plain, index_B, index_B < 0, max_tokens=new, **options)
+            jax.block_until_ready(state)
+            begun = time.perf_counter()
+            jax.block_until_ready(advance(model, params, state, until=jnp.int32(new), feedback=feedback, **options))
+            return (time.perf_counter() - begun) / (new - 1)
+
+        def timed(passes: int) -> float:
+            begun = time.perf_counter()
+            jax.block_until_ready(read(passes))
+            return time.perf_counter() - begun
+
+        plain = read(1)
+        cases: dict[str, Any] = {'plain_prompt': lambda: timed(1), 'standard_step': lambda: decode(False)}
+        if fed_back:
+            cases |= {'fused_prompt': lambda: timed(2), 'soft_step': lambda: decode(True)}
+        times: dict[str, list[float]] = {name: [] for name in cases}
+        for round_ in range(rounds + 1):
+            for name, run in cases.items():
+                seconds = run()
+                if round_:
+                    times[name].append(seconds)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return Decoding(
+        rows,
+        prompt,
+        medians['plain_prompt'],
+        medians.get('fused_prompt'),
+        medians['standard_step'],
+        medians.get('soft_step'),
+    )
 
 
 def _time_steps(config: Config, setup: Setup, compiled: Any, batch: Batch, rounds: int) -> dict[int, list[float]]:
