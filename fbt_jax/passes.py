@@ -113,14 +113,7 @@ def multi_pass(
             if noise is not None and noise.jitter > 0:
                 key = _pass_key(noise, PURPOSE_JITTER, k)
                 prev_BTD = jittered(key, prev_BTD, noise.rows_B, half_width=noise.jitter)
-        hidden_BTD = model.apply(
-            {'params': params},
-            batch.tokens,
-            prev_BTD,
-            plain_BT=plain_BT,
-            positions_BT=batch.positions,
-            segment_ids_BT=batch.segment_ids,
-        )
+        hidden_BTD = _apply(model, params, batch, prev_BTD, plain_BT)
         return hidden_BTD, per_pass(hidden_BTD, last_BTD)
 
     if model.config.remat == 'per_pass':
@@ -138,6 +131,10 @@ def prefill(model: Any, params: Any, batch: Batch, *, num_passes: int, cache: An
     if num_passes > 1:
         earlier = multi_pass(model, params, batch, num_passes=num_passes - 1, per_pass=lambda *_: None)
         prev_BTD, plain_BT = shift(earlier.hidden_BTD), plain_positions(batch, num_passes)
+    return _apply(model, params, batch, prev_BTD, plain_BT, cache=cache)
+
+
+def _apply(model: Any, params: Any, batch: Batch, prev_BTD: Any, plain_BT: Any, **more: Any) -> Any:
     return model.apply(
         {'params': params},
         batch.tokens,
@@ -145,7 +142,7 @@ def prefill(model: Any, params: Any, batch: Batch, *, num_passes: int, cache: An
         plain_BT=plain_BT,
         positions_BT=batch.positions,
         segment_ids_BT=batch.segment_ids,
-        cache=cache,
+        **more,
     )
 
 

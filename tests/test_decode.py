@@ -12,10 +12,13 @@ import pytest
 from helpers import apply, float64, make_model, make_params, quick_jit, run_passes, sequential_states
 
 from fbt_jax.batch import Batch
+from fbt_jax.config import ModelConfig
 from fbt_jax.inference.decode import Decoding, advance, begin, read_prompts
 from fbt_jax.inference.sampling import Sampling
 from fbt_jax.model import kv_cache
+from fbt_jax.model.transformer import Transformer, init_params
 from fbt_jax.passes import shift
+from fbt_jax.training.flops import forward_flops
 
 T = 16
 LENGTHS = (1, 2, 3, 4, 5, 8, 11)
@@ -180,3 +183,17 @@ def test_replaying_a_soft_rollout_by_parallel_passes_converges_to_its_states() -
         np.testing.assert_allclose(np.asarray(hidden)[:, : 4 + k - 1], own[:, : 4 + k - 1], atol=1e-9, err_msg=str(k))
         hidden = apply(model, params, batch, shift(hidden), plain)
     np.testing.assert_allclose(np.asarray(hidden), own, atol=1e-9)
+
+
+def test_feedback_costs_less_than_a_hundredth_at_1b() -> None:
+    """On paper, method.md section 2: FLOPs and bytes of a step, and twice the FLOPs for a prompt read in two passes."""
+    config = ModelConfig(vocab_size=100_352)
+    plain, fused = (forward_flops(config, seq_len=8192, fused=f) for f in (False, True))
+    assert 1 < fused / plain < 1.01
+    assert 2 < (plain + fused) / plain < 2.05
+    shapes = jax.eval_shape(lambda: init_params(Transformer(config), jax.random.key(0)))
+    weights = sum(x.size for x in jax.tree.leaves(shapes))
+    feedback = sum(x.size for x in jax.tree.leaves(shapes['fusion']))
+    assert feedback == 2 * 1536**2
+    read = 2 * (weights - feedback) + kv_cache.num_bytes(config, rows=1, capacity=8192, itemsize=2)
+    assert (read + 2 * feedback) / read < 1.01
