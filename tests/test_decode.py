@@ -162,7 +162,7 @@ def test_memory_follows_the_window() -> None:
     """Of the cache's arrays: T slots in full layers, the window's in the others."""
     model = make_model(window=3, num_layers=4, full_attention_every=2)
     cache = kv_cache.empty(model.config, rows=5, capacity=1000, dtype=jnp.dtype('float32'))
-    assert [c.k.shape for c in cache] == [(2, 5, 3, 2, 4), (2, 5, 1000, 2, 4)]
+    assert [c.k.shape for c in cache] == [(2, 5, 2, 4, 3), (2, 5, 2, 4, 1000)]
     found = sum(x.nbytes for x in jax.tree.leaves(cache))
     assert found == kv_cache.num_bytes(model.config, rows=5, capacity=1000, itemsize=4) == 2 * 2 * 5 * 1003 * 8 * 4
 
