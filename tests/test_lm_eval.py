@@ -45,9 +45,9 @@ REQUESTS = [
     ('It is a truth', ' acknowledged'),
     ('', 'Emma'),
     ('x', 'y'),
-    ('Emma ', 'Woodhouse, handsome'),
+    ('Emma ', 'Woodhouse, hand'),
     ('clever,\n', 'and rich'),
-    ('with a comfortable home and', ' a happy disposition'),  # 47 bytes and BOS: just fit
+    ('with a comfortable home and a happy', ' disposition'),  # 47 bytes and BOS: just fit
     ('the best blessings of existence; and had lived nearly twenty-one years', ' in the world'),
 ]
 
@@ -345,6 +345,12 @@ def test_a_run_that_cannot_be_asked_is_told() -> None:
         FbtLM(run._replace(tokenizer=None))
     with pytest.raises(UserError, match="workdir = None: must be a run's folder"):
         FbtLM.create_from_arg_string('mode=soft', {'batch_size': 1, 'device': None})
+
+
+def test_without_the_harness_its_extra_is_named() -> None:
+    code = "import sys; sys.modules['lm_eval'] = None; import fbt_jax.interop.lm_eval_model"
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert "lm-evaluation-harness is an extra: pip install 'fbt-jax[lm-eval]'" in done.stderr.splitlines()[-1]
 
 
 def test_arguments_go_before_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:

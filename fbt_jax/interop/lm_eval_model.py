@@ -247,8 +247,8 @@ class FbtLM(LM):
             lengths_B[row], context_B[row] = max(len(inputs[row]), 1), len(pair.context)
         score: Callable[..., TokenLosses]
         if soft:
-            capacity = _rounded(max(len(p.context) + len(p.continuation) for p in pairs), self._context)
-            score = partial(score_soft, capacity=capacity)
+            whole = (len(p.context) + len(p.continuation) for p in pairs)
+            score = partial(score_soft, capacity=_rounded(max(LEAST_PROMPT, *whole), self._context))
         else:
             score = partial(score_passes, context_B=context_B, num_passes=self._passes)
         losses = score(self._run.model, self._run.params, tokens_BT, lengths_B, continuation_BN=continuation_BN)
