@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     'inference': _INFERENCE,
     'evaluation': _EVALUATION,
     'training': _TRAINING,
-    'interop': _EVALUATION,
+    'interop': _TRAINING | {'training'},  # a run is loaded by its folder
     'cli': _TRAINING | {'training', 'interop', 'config_file'},
     '__init__': set(),
     '__main__': {'cli'},

@@ -1,0 +1,405 @@
+"""A run as a model of lm-evaluation-harness, named `fbt` there:
+
+    python -m fbt_jax.interop.lm_eval_model --model fbt --model_args workdir=DIR,mode=fused,fused_passes=1 --tasks ...
+
+All other flags are those of `lm_eval`, which looks for models in its own package only; hence this command. In Python:
+`lm_eval.simple_evaluate(model=FbtLM(load_run(DIR), mode='soft'), tasks=...)`.
+
+What a score is made of (method.md section 5):
+
+    standard   one plain pass over context and continuation
+    fused      the last of 1 + fused_passes passes over context and continuation
+    soft       one plain pass over the context, then each token of the continuation fused with the state before it
+
+Shapes: B rows, T inputs, P of them prompt, N tokens of a continuation, D width.
+"""
+
+import itertools
+import logging
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fbt_jax.batch import Batch
+from fbt_jax.errors import UserError, require
+from fbt_jax.inference.decode import MODES, read_prompts
+from fbt_jax.inference.generate import LEAST_PROMPT, generate
+from fbt_jax.losses import TokenLosses, token_losses
+from fbt_jax.passes import multi_pass
+from fbt_jax.sharding import RULES, axis_size, constrain, replicated
+from fbt_jax.training.run_folder import Run, load_run, spread
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from tqdm import tqdm
+except ImportError as error:
+    raise ImportError(f"{error}; lm-evaluation-harness is an extra: pip install 'fbt-jax[lm-eval]'") from None
+
+LOG = logging.getLogger('lm_eval.fbt')  # below the logger that the harness sets up
+MAX_GEN_TOKS = 256  # the harness's own default
+LEAST_CONTINUATION = 16  # what continuations are padded to at least, so that few programs serve all of them
+GENERATION_KEYS = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_p', 'top_k'}
+
+
+class Pair(NamedTuple):
+    """Ids to be scored, and what stands before them: at least one id, BOS where nothing was cut."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+class Score(NamedTuple):
+    log_prob: float  # of the continuation, natural logarithm
+    greedy: bool  # each of its tokens is the likeliest
+
+
+@register_model('fbt')
+class FbtLM(LM):
+    """Scores and continues texts by a trained model.
+
+    Args:
+      run: of `load_run`; the harness gives `workdir` and `step` instead.
+      mode: 'standard', 'soft' or 'fused'.
+      fused_passes: f >= 1 passes after the plain one, for mode 'fused' only (default 1).
+      batch_size: rows at a time; no result depends on it. Among the model's arguments it beats `--batch_size`.
+      max_length: inputs of a row at most (default: the trained context). Longer ones lose their left end.
+      seed: of texts that are sampled.
+      device: not read: JAX takes all devices there are (JAX_PLATFORMS says of which kind).
+
+    Raises:
+      UserError: an argument is out of range, the run is no text, or the mode needs feedback that was not trained.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        mode: str = 'standard',
+        fused_passes: int | None = None,
+        batch_size: int | str = 8,
+        max_length: int | None = None,
+        seed: int = 0,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        known = 'workdir, step, mode, fused_passes, batch_size, max_length, seed'
+        for name, value in unknown.items():
+            raise UserError(f'{name} = {value!r}: no argument of the model; those are {known}')
+        require(mode in MODES, 'mode', mode, f'must be one of {", ".join(MODES)}')
+        require(fused_passes is None or mode == 'fused', 'fused_passes', fused_passes, f'has no effect in mode {mode}')
+        require(_is_int(fused_passes, 1) or fused_passes is None, 'fused_passes', fused_passes, 'must be at least 1')
+        require(str(batch_size).isdigit() and int(batch_size) > 0, 'batch_size', batch_size, 'must be a number above 0')
+        require(_is_int(seed, 0) and seed < 2**31, 'seed', seed, 'must lie in 0..2**31 - 1')
+        del device  # the harness names one whether anybody asked for it or not
+        require(max_batch_size is None, 'max_batch_size', max_batch_size, 'has no effect: there is no automatic size')
+        context = run.config.data.seq_len
+        if max_length is not None:
+            fits = _is_int(max_length, 1) and max_length <= context
+            require(fits, 'max_length', max_length, f'must lie in 1..{context}, the trained context')
+        if run.tokenizer is None:
+            raise UserError('this run has no tokenizer: what it was trained on is no text')
+        if mode != 'standard' and not run.trained_feedback:
+            raise UserError(f'mode = {mode!r}: this model was not trained with feedback; only standard is possible')
+        self._run, self._mesh = spread(run, split_rows=False)
+        self._tokenizer: Any = run.tokenizer
+        self._mode, self._passes = mode, 1 + (fused_passes or 1) if mode == 'fused' else 1
+        self._batch_size, self._context, self._seed = int(batch_size), context, seed
+        self.max_length = max_length or context
+
+    # What the harness asks for
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> 'FbtLM':
+        return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> 'FbtLM':
+        """`additional_config`: what the harness has flags of its own for; `arg_dict` goes first."""
+        flags = {key: value for key, value in (additional_config or {}).items() if value is not None}
+        arguments = flags | arg_dict
+        workdir, step = arguments.pop('workdir', None), arguments.pop('step', None)
+        require(workdir is not None, 'workdir', workdir, "must be a run's folder: --model_args workdir=DIR")
+        require(_is_int(step, 0) or step is None, 'step', step, 'must be the number of a checkpoint')
+        return cls(load_run(str(workdir), step), **arguments)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes beside its results."""
+        parameters = sum(x.size for x in jax.tree.leaves(self._run.params))
+        return {'model_num_parameters': parameters, 'model_step': self._run.step, 'model_passes': self._passes}
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which the harness tells its stored requests apart."""
+        return self._tokenizer.fingerprint
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        texts = [request.args for request in requests]
+        pairs = encode_pairs(self._tokenizer, texts)
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+        for i, score in self._scores(pairs, 'loglikelihood', disable_tqdm):
+            results[i] = (score.log_prob, score.greedy)
+            self.cache_hook.add_partial('loglikelihood', texts[i], results[i])
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole documents, each token once, in windows as long as a row may be."""
+        documents = [request.args for request in requests]
+        encoded = self._tokenizer.encode_batch([text for (text,) in documents]) if documents else []
+        windows_of = [
+            [
+                Pair(*utils.make_disjoint_window(window))
+                for window in utils.get_rolling_token_windows(
+                    token_list=ids.tolist(),
+                    prefix_token=self._tokenizer.bos_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for ids in encoded
+        ]
+        windows = list(itertools.chain(*windows_of))
+        parts = [0.0] * len(windows)
+        for i, score in self._scores(windows, 'loglikelihood_rolling', disable_tqdm):
+            parts[i] = score.log_prob
+        totals, rest = [], iter(parts)
+        for document, own in zip(documents, windows_of, strict=True):
+            totals.append(sum(itertools.islice(rest, len(own)), 0.0))
+            self.cache_hook.add_partial('loglikelihood_rolling', document, totals[-1])
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts up to the first of `until`, EOS or `max_gen_toks` tokens."""
+        arguments = [request.args for request in requests]
+        encoded = self._tokenizer.encode_batch([context for context, _ in arguments]) if arguments else []
+        prompts = [[self._tokenizer.bos_id, *ids.tolist()] for ids in encoded]
+        options = [self._options(given) for _, given in arguments]
+        cut = 0
+        for i, chosen in enumerate(options):
+            room = self.max_length - chosen['max_tokens']
+            require(room > 0, 'max_gen_toks', chosen['max_tokens'], f'leaves no room for a prompt in {self.max_length}')
+            cut += len(prompts[i]) > room
+            prompts[i] = prompts[i][-room:]
+        _tell_cut(cut, len(prompts), self.max_length)
+        results = [''] * len(prompts)
+        bar = tqdm(total=len(prompts), desc='generate_until', disable=disable_tqdm)
+        with jax.set_mesh(self._mesh):
+            for numbers in self._groups(prompts, options):
+                sampled = options[numbers[0]]['temperature'] > 0
+                texts = generate(
+                    self._run,
+                    [prompts[i] for i in (numbers[:1] if sampled else numbers)],
+                    mode=self._mode,
+                    num_samples=len(numbers) if sampled else 1,
+                    seed=(self._seed + zlib.crc32(repr(prompts[numbers[0]]).encode())) % 2**31 if sampled else 0,
+                    fused_passes=max(self._passes - 1, 1),
+                    **options[numbers[0]],
+                ).texts
+                for i, text in zip(numbers, texts, strict=True):
+                    results[i] = text
+                    self.cache_hook.add_partial('generate_until', arguments[i], text)
+                bar.update(len(numbers))
+        bar.close()
+        return results
+
+    # How it is done
+
+    def _scores(self, pairs: list[Pair], name: str, disable_tqdm: bool) -> Iterator[tuple[int, Score]]:
+        """(number, score) of each pair, the longest first."""
+        most = max((len(pair.continuation) for pair in pairs), default=0)
+        require(most <= self.max_length, 'max_length', self.max_length, f'a continuation has {most} tokens')
+        whole = [sum(map(len, pair)) for pair in pairs]
+        _tell_cut(sum(n - 1 > self.max_length for n in whole), len(pairs), self.max_length)
+        # The last token is no input, hence the 1.
+        pairs = [Pair(p.context[-(self.max_length + 1 - len(p.continuation)) :], p.continuation) for p in pairs]
+        order = sorted(range(len(pairs)), key=lambda i: -min(whole[i], self.max_length + 1))
+        bar = tqdm(total=len(pairs), desc=name, disable=disable_tqdm)
+        size = max(1, min(self._batch_size, len(pairs)))
+        for start in range(0, len(order), size):
+            numbers = order[start : start + size]
+            with jax.set_mesh(self._mesh):
+                scores = self._score([pairs[i] for i in numbers], _rows(size))
+            yield from zip(numbers, scores, strict=True)
+            bar.update(len(numbers))
+        bar.close()
+
+    def _score(self, pairs: list[Pair], rows: int) -> list[Score]:
+        """Of at most `rows` pairs, in one program whose sizes are rounded up; rows without a pair count for nothing."""
+        soft = self._mode == 'soft'
+        inputs = [p.context if soft else (p.context + p.continuation)[:-1] for p in pairs]
+        tokens_BT = np.zeros((rows, _rounded(max(LEAST_PROMPT, *map(len, inputs)), self._context)), np.int32)
+        longest = max(LEAST_CONTINUATION, *(len(p.continuation) for p in pairs))
+        continuation_BN = np.zeros((rows, _rounded(longest, self._context)), np.int32)
+        lengths_B, context_B = np.ones(rows, np.int32), np.ones(rows, np.int32)
+        for row, pair in enumerate(pairs):
+            tokens_BT[row, : len(inputs[row])] = inputs[row]
+            continuation_BN[row, : len(pair.continuation)] = pair.continuation
+            lengths_B[row], context_B[row] = max(len(inputs[row]), 1), len(pair.context)
+        score: Callable[..., TokenLosses]
+        if soft:
+            whole = (len(p.context) + len(p.continuation) for p in pairs)
+            score = partial(score_soft, capacity=_rounded(max(LEAST_PROMPT, *whole), self._context))
+        else:
+            score = partial(score_passes, context_B=context_B, num_passes=self._passes)
+        losses = score(self._run.model, self._run.params, tokens_BT, lengths_B, continuation_BN=continuation_BN)
+        nll_BN, correct_BN = np.asarray(losses.nll_BT, np.float64), np.asarray(losses.correct_BT)
+        lengths = [len(pair.continuation) for pair in pairs]
+        return [Score(float(-nll_BN[b, :n].sum()), bool(correct_BN[b, :n].all())) for b, n in enumerate(lengths)]
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Those of `generate` for a request's `gen_kwargs`."""
+        chosen: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
+        for name in sorted(chosen.keys() - GENERATION_KEYS):
+            known = ', '.join(sorted(GENERATION_KEYS))
+            raise UserError(f'gen_kwargs: {name} = {chosen[name]!r}: would have no effect; known are {known}')
+        # As in Hugging Face's `generate`: sampling without a temperature has temperature 1.
+        temperature = float(chosen.get('temperature', 1.0)) if chosen['do_sample'] else 0.0
+        options = {
+            'max_tokens': chosen['max_gen_toks'],
+            'stop': tuple(text for text in chosen['until'] if text),
+            'temperature': temperature,
+        }
+        if temperature > 0:
+            options |= {'top_p': float(chosen.get('top_p') or 1.0), 'top_k': int(chosen.get('top_k') or 0)}
+        return options
+
+    def _groups(self, prompts: list[list[int]], options: list[dict[str, Any]]) -> Iterator[list[int]]:
+        """Numbers of the prompts that are continued together.
+
+        Greedy ones: as many as a batch holds, the longest first. What is sampled: all repeats of one prompt, as its
+        samples, with a seed of the prompt's own: so a text depends neither on the batch size nor on its neighbours.
+        """
+        together: dict[Any, list[int]] = {}
+        for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
+            own = tuple(prompts[i]) if options[i]['temperature'] > 0 else None
+            together.setdefault((tuple(options[i].items()), own), []).append(i)
+        for (_, own), numbers in together.items():
+            size = len(numbers) if own is not None else self._batch_size
+            yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
+
+
+def encode_pairs(tokenizer: Any, texts: Sequence[tuple[str, str]]) -> list[Pair]:
+    """(context, continuation) as ids, BOS first and once.
+
+    As in the harness's own models: spaces at the context's end go over to the continuation, both are encoded together,
+    and what follows the context's ids is the continuation. Where a merge over the boundary has changed those ids, the
+    continuation begins at the first that differs: no part of its text is left out, and it is never empty.
+    """
+    if not texts:
+        return []
+    kept = [context.rstrip() for context, _ in texts]
+    contexts = tokenizer.encode_batch(kept)
+    wholes = tokenizer.encode_batch([context + continuation for context, continuation in texts])
+    pairs = []
+    for context_C, whole_W in zip(contexts, wholes, strict=True):
+        shared = min(len(context_C), len(whole_W))
+        differs = np.flatnonzero(context_C[:shared] != whole_W[:shared])
+        start = int(differs[0]) if len(differs) else shared
+        pairs.append(Pair([tokenizer.bos_id, *whole_W[:start].tolist()], whole_W[start:].tolist()))
+    return pairs
+
+
+@partial(jax.jit, static_argnames=('model', 'num_passes'))
+def score_passes(
+    model: Any,
+    params: Any,
+    tokens_BT: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    context_B: jax.Array,
+    continuation_BN: jax.Array,
+    num_passes: int,
+) -> TokenLosses:
+    """(B, N) losses of continuations that follow the first `context_B` inputs, in the last of `num_passes` passes."""
+    index_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    batch = Batch(
+        tokens=tokens_BT,
+        targets=None,
+        weights=None,
+        segment_ids=(index_T < lengths_B[:, None]).astype(jnp.int32),
+        positions=jnp.broadcast_to(index_T, tokens_BT.shape),
+    )
+    hidden_BTD = multi_pass(model, params, batch, num_passes=num_passes, per_pass=lambda *_: None).hidden_BTD
+    place_BN = context_B[:, None] - 1 + jnp.arange(continuation_BN.shape[1])
+    place_BN = jnp.minimum(place_BN, tokens_BT.shape[1] - 1)
+    hidden_BND = jnp.take_along_axis(hidden_BTD, place_BN[..., None], axis=1)
+    return _losses(model, params, hidden_BND, continuation_BN)
+
+
+@partial(jax.jit, static_argnames=('model', 'capacity'))
+def score_soft(
+    model: Any, params: Any, tokens_BP: jax.Array, lengths_B: jax.Array, *, continuation_BN: jax.Array, capacity: int
+) -> TokenLosses:
+    """(B, N) losses of continuations fed token by token, each fused with the state before it; prompts read plainly.
+
+    capacity: positions that a prompt and its continuation come to. What is fed past a row's continuation is not read.
+    """
+    read = read_prompts(model, params, tokens_BP, lengths_B, num_passes=1, capacity=capacity)
+
+    def step(carry: tuple[Any, jax.Array, jax.Array], token_B: jax.Array) -> tuple[Any, jax.Array]:
+        cache, hidden_BD, position_B = carry
+        fed_B1D, cache = model.apply(
+            {'params': params},
+            token_B[:, None],
+            hidden_BD[:, None],
+            plain_BT=jnp.zeros_like(token_B[:, None], bool),
+            positions_BT=position_B[:, None],
+            cache=cache,
+        )
+        return (cache, fed_B1D[:, 0], position_B + 1), hidden_BD
+
+    first = (read.cache, constrain(read.hidden_BD, 'batch', None), lengths_B)
+    _, hidden_NBD = jax.lax.scan(step, first, continuation_BN.T)
+    return _losses(model, params, jnp.moveaxis(hidden_NBD, 0, 1), continuation_BN)
+
+
+def _losses(model: Any, params: Any, hidden_BND: jax.Array, continuation_BN: jax.Array) -> TokenLosses:
+    hidden_BND = constrain(hidden_BND, 'batch', 'length', 'state')
+    vocab_size = model.config.vocab_size
+    return replicated(token_losses(hidden_BND, params['embedding'], continuation_BN, vocab_size=vocab_size))
+
+
+def _rounded(number: int, most: int) -> int:
+    """The next power of two, but not more than `most`."""
+    return min(1 << (number - 1).bit_length(), most)
+
+
+def _rows(number: int) -> int:
+    """The next power of two, then the next number that the devices share evenly."""
+    shards = axis_size(*RULES['batch'])
+    return -(-(1 << (number - 1).bit_length()) // shards) * shards
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _tell_cut(cut: int, count: int, max_length: int) -> None:
+    if cut:
+        LOG.warning('%d of %d requests: contexts lose their left ends, for max_length = %d', cut, count, max_length)
+
+
+def main() -> int:
+    """`lm_eval` with `fbt` among its models."""
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except UserError as error:
+        print(f'fbt: {error}', file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
