@@ -91,8 +91,8 @@ def stream(
         raise UserError(
             f'a prompt of {longest} tokens and max_tokens = {max_tokens} are more than the trained context of {context}'
         )
-    capacity = _rounded(longest + max_tokens, context)
-    tokens_BP = np.zeros((_rows(len(ids)), _rounded(max(longest, LEAST_PROMPT), context)), np.int32)
+    capacity = rounded(longest + max_tokens, context)
+    tokens_BP = np.zeros((padded_rows(len(ids)), rounded(max(longest, LEAST_PROMPT), context)), np.int32)
     lengths_B = np.ones(len(tokens_BP), np.int32)
     for row, prompt in enumerate(ids):
         tokens_BP[row, : len(prompt)] = prompt
@@ -103,7 +103,7 @@ def stream(
     read = read_prompts(run.model, params, tokens_BP, lengths_B, num_passes=passes, capacity=capacity)
 
     count = len(ids) * num_samples
-    rows_B = np.arange(_rows(count))
+    rows_B = np.arange(padded_rows(count))
     real_B = rows_B < count
     eos = getattr(run.tokenizer, 'eos_id', -1)
     common: dict[str, Any] = {
@@ -115,7 +115,7 @@ def stream(
         'kind': 'greedy' if temperature == 0 else 'restricted' if top_k or top_p < 1 else 'free',
     }
     prompt_B = jnp.asarray(np.where(real_B, rows_B // num_samples, 0))
-    room = _rounded(max_tokens, context)
+    room = rounded(max_tokens, context)
     state = begin(run.model, params, read, prompt_B, jnp.asarray(~real_B), max_tokens=room, **common)
     texts = _Texts(run.tokenizer, count, eos, tuple(stop))
     while True:
@@ -155,12 +155,13 @@ def _encoded(run: Any, prompt: str | Sequence[int]) -> list[int]:
     return ids
 
 
-def _rounded(number: int, most: int) -> int:
+def rounded(number: int, most: int) -> int:
     """The next power of two, but not more than `most`."""
     return min(1 << (number - 1).bit_length(), most)
 
 
-def _rows(number: int) -> int:
+def padded_rows(number: int) -> int:
+    """The next power of two, then the next number that the devices share evenly."""
     shards = axis_size(*RULES['batch'])
     return -(-(1 << (number - 1).bit_length()) // shards) * shards
 

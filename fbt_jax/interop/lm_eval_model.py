@@ -29,10 +29,10 @@ import numpy as np
 from fbt_jax.batch import Batch
 from fbt_jax.errors import UserError, require
 from fbt_jax.inference.decode import MODES, read_prompts
-from fbt_jax.inference.generate import LEAST_PROMPT, generate
+from fbt_jax.inference.generate import LEAST_PROMPT, generate, padded_rows, rounded
 from fbt_jax.losses import TokenLosses, token_losses
 from fbt_jax.passes import multi_pass
-from fbt_jax.sharding import RULES, axis_size, constrain, replicated
+from fbt_jax.sharding import constrain, replicated
 from fbt_jax.training.run_folder import Run, load_run, spread
 
 try:
@@ -228,7 +228,7 @@ class FbtLM(LM):
         for start in range(0, len(order), size):
             numbers = order[start : start + size]
             with jax.set_mesh(self._mesh):
-                scores = self._score([pairs[i] for i in numbers], _rows(size))
+                scores = self._score([pairs[i] for i in numbers], padded_rows(size))
             yield from zip(numbers, scores, strict=True)
             bar.update(len(numbers))
         bar.close()
@@ -237,9 +237,9 @@ class FbtLM(LM):
         """Of at most `rows` pairs, in one program whose sizes are rounded up; rows without a pair count for nothing."""
         soft = self._mode == 'soft'
         inputs = [p.context if soft else (p.context + p.continuation)[:-1] for p in pairs]
-        tokens_BT = np.zeros((rows, _rounded(max(LEAST_PROMPT, *map(len, inputs)), self._context)), np.int32)
+        tokens_BT = np.zeros((rows, rounded(max(LEAST_PROMPT, *map(len, inputs)), self._context)), np.int32)
         longest = max(LEAST_CONTINUATION, *(len(p.continuation) for p in pairs))
-        continuation_BN = np.zeros((rows, _rounded(longest, self._context)), np.int32)
+        continuation_BN = np.zeros((rows, rounded(longest, self._context)), np.int32)
         lengths_B, context_B = np.ones(rows, np.int32), np.ones(rows, np.int32)
         for row, pair in enumerate(pairs):
             tokens_BT[row, : len(inputs[row])] = inputs[row]
@@ -248,7 +248,7 @@ class FbtLM(LM):
         score: Callable[..., TokenLosses]
         if soft:
             whole = (len(p.context) + len(p.continuation) for p in pairs)
-            score = partial(score_soft, capacity=_rounded(max(LEAST_PROMPT, *whole), self._context))
+            score = partial(score_soft, capacity=rounded(max(LEAST_PROMPT, *whole), self._context))
         else:
             score = partial(score_passes, context_B=context_B, num_passes=self._passes)
         losses = score(self._run.model, self._run.params, tokens_BT, lengths_B, continuation_BN=continuation_BN)
@@ -367,17 +367,6 @@ def _losses(model: Any, params: Any, hidden_BND: jax.Array, continuation_BN: jax
     hidden_BND = constrain(hidden_BND, 'batch', 'length', 'state')
     vocab_size = model.config.vocab_size
     return replicated(token_losses(hidden_BND, params['embedding'], continuation_BN, vocab_size=vocab_size))
-
-
-def _rounded(number: int, most: int) -> int:
-    """The next power of two, but not more than `most`."""
-    return min(1 << (number - 1).bit_length(), most)
-
-
-def _rows(number: int) -> int:
-    """The next power of two, then the next number that the devices share evenly."""
-    shards = axis_size(*RULES['batch'])
-    return -(-(1 << (number - 1).bit_length()) // shards) * shards
 
 
 def _is_int(value: Any, least: int) -> bool:
