@@ -64,7 +64,7 @@ def test_help_is_complete_quick_and_light(arguments: list[str]) -> None:
         if seconds[-1] < 2:
             break
     assert min(seconds) < 2
-    own = '--workdir' if arguments[0] in ('train', 'evaluate') else '--config'
+    own = '--workdir' if arguments[0] in ('train', 'evaluate', 'generate', 'export') else '--config'
     words = VERBS if arguments == ['--help'] else (own, 'examples:')
     assert all(word in result.stdout for word in words)
     code = f"""

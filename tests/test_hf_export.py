@@ -133,6 +133,9 @@ def test_the_folder_is_whole_and_alone(folder: Path, run: Run) -> None:
         'tokenizer_config.json',
         'special_tokens_map.json',
     }
+    (folder.parent / 'new').mkdir()
+    assert folder.stat().st_mode == (folder.parent / 'new').stat().st_mode
+    assert len({p.stat().st_mode for p in folder.iterdir()}) == 1
     from safetensors.numpy import load_file
 
     weights = load_file(folder / 'model.safetensors')
@@ -432,10 +435,14 @@ def test_what_cannot_be_decoded_is_told(run: Run, model: Any) -> None:
         ({'mode': 'soft', 'prompt_lookup_num_tokens': 2}, "assisted decoding: is possible with mode = 'standard' only"),
         ({'mode': 'soft', 'fused_passes': 2}, "fused_passes = 2: has no effect with mode = 'soft'"),
         ({'mode': 'fused', 'fused_passes': 0}, 'fused_passes = 0: must be at least 1'),
-        ({'cache_implementation': 'static'}, 'a static cache'),
+        ({'cache_implementation': 'static'}, "cache_implementation = 'static': this model needs a cache that grows"),
+        ({'cache_implementation': 'paged'}, "cache_implementation = 'paged': this model needs a cache that grows"),
     ]:
         with pytest.raises(ValueError, match=re.escape(told)):
             model.generate(**inputs, max_new_tokens=3, **options)
+    fixed = transformers.StaticCache(config=model.config, max_cache_len=9)
+    with pytest.raises(ValueError, match='cache = StaticCache: this model needs a cache that grows'):
+        model(inputs['input_ids'], **{modeling_fbt._CACHE: fixed})
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(inputs['input_ids'][:, :2], **{modeling_fbt._CACHE: cache}, use_cache=True)
@@ -543,7 +550,10 @@ def test_the_command_exports_a_trained_run(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert cli.main(command) == 0
     assert 'logits of passes 1..3 over validation rows differ from the run by' in capsys.readouterr().out
-    assert '| 1 | 7.' in (out / 'README.md').read_text()
+    rows = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
+    row = next(row for row in rows if row['split'] == 'validation')
+    figures = [row[f'{name}_pass_2'] for name in ('loss', 'perplexity', 'bits_per_byte')]
+    assert f'| 2 | {" | ".join(f"{x:.4f}" for x in figures)} |' in (out / 'README.md').read_text()
     before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
     assert cli.main(command) == 2
     assert (

@@ -77,7 +77,7 @@ def export_hf(
     try:
         write(folder, run, weights, text_files, model_card(run, metrics, parameters=count(weights), dtype=dtype))
         difference, computed_in = compare(folder, run, weights, tokens_BT)
-        folder.chmod(0o777 & ~_umask())
+        allow_as_usual(folder)
         folder.replace(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -272,7 +272,7 @@ def _read(folder: Path, **question: Any) -> dict[str, Any]:
         # Copies of the model's code are kept where this says, and nothing is looked up elsewhere.
         environment = os.environ | {'HF_MODULES_CACHE': f'{scratch}/modules', 'HF_HUB_OFFLINE': '1'}
         script = str(resources.files('fbt_jax.interop') / 'hf_read.py')
-        command = [sys.executable, script, str(folder), str(asked), str(answer)]
+        command = [sys.executable, '-P', script, str(folder), str(asked), str(answer)]
         result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if result.returncode:
             lines = [line for line in result.stderr.splitlines() if line.strip()] or ['no word of why']
@@ -280,10 +280,13 @@ def _read(folder: Path, **question: Any) -> dict[str, Any]:
         return {'logits': np.load(f'{answer}.npy'), 'ids': json.loads(Path(f'{answer}.json').read_text())}
 
 
-def _umask() -> int:
+def allow_as_usual(folder: Path) -> None:
+    """The folder and its files as readable as any new ones: temporary folders and safetensors' files are private."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    folder.chmod(0o777 & ~mask)
+    for path in folder.iterdir():
+        path.chmod(0o666 & ~mask)
 
 
 def _json(content: dict[str, Any]) -> str:

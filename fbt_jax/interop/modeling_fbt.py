@@ -26,6 +26,8 @@ FUSIONS = ('gated', 'add', 'concat', 'none')
 # What `transformers` calls the key/value cache: `cache` in its newer versions.
 _CACHE = 'cache' if 'cache' in CausalLMOutputWithPast.__dataclass_fields__ else 'past_key_values'
 
+_GROWING = "this model needs a cache that grows, which is the default ('dynamic')"
+
 
 class FbtConfig(PreTrainedConfig):
     """`trained_feedback`: whether the fusion has been trained; without it only `mode='standard'` means anything."""
@@ -282,7 +284,7 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
         if getattr(cache, 'is_compileable', False):
-            raise ValueError("a static cache: this model needs one that grows, cache_implementation='dynamic'")
+            raise ValueError(f'cache = {type(cache).__name__}: {_GROWING}')
         past = 0 if cache is None else int(cache.get_seq_length())
         positions_BT = self._positions(input_ids, attention_mask, position_ids, past)
         plain_BT = positions_BT == 0 if plain_mask is None else plain_mask.bool() | (positions_BT == 0)
@@ -386,6 +388,8 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         if fused_passes is not None and (mode != 'fused' or fused_passes < 1):
             told = 'must be at least 1' if mode == 'fused' else f'has no effect with mode = {mode!r}'
             raise ValueError(f'fused_passes = {fused_passes}: {told}')
+        if kwargs.get('cache_implementation') in ('static', 'paged'):
+            raise ValueError(f'cache_implementation = {kwargs["cache_implementation"]!r}: {_GROWING}')
         if mode != 'standard':
             kwargs['feedback'] = True
         if mode == 'fused':
