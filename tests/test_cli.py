@@ -64,7 +64,7 @@ def test_help_is_complete_quick_and_light(arguments: list[str]) -> None:
         if seconds[-1] < 2:
             break
     assert min(seconds) < 2
-    own = '--workdir' if arguments[0] in ('train', 'evaluate') else '--config'
+    own = '--workdir' if arguments[0] in ('train', 'evaluate', 'generate', 'export') else '--config'
     words = VERBS if arguments == ['--help'] else (own, 'examples:')
     assert all(word in result.stdout for word in words)
     code = f"""
@@ -88,7 +88,7 @@ new = {name.split('.')[0] for name in set(sys.modules) - before}
 print(sorted(new - set(sys.stdlib_module_names)), sorted(dir(fbt_jax)))
 """
     result = python(code)
-    names = ['Batch', 'MultiPass', 'Noise', 'Run', 'load_run', 'multi_pass']
+    names = ['Batch', 'Generations', 'MultiPass', 'Noise', 'Run', 'generate', 'load_run', 'multi_pass']
     assert result.stdout == f'{["fbt_jax"]} {names}\n', result.stderr
     assert python('import fbt_jax; fbt_jax.nothing').stderr.endswith(
         "AttributeError: module 'fbt_jax' has no attribute 'nothing'\n"

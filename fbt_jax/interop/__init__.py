@@ -1,1 +1,1 @@
-"""What other tools read and run: lm-evaluation-harness."""
+"""Trained models in other projects' hands: Hugging Face folders, lm-evaluation-harness."""

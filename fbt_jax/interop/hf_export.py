@@ -1,0 +1,293 @@
+"""A run as a folder that Hugging Face `transformers` loads, compared with the run before it is handed over.
+
+    model.safetensors  config.json  generation_config.json  modeling_fbt.py  README.md
+    tokenizer.json  tokenizer_config.json  special_tokens_map.json      where the tokenizer has that form
+
+Everything is written to a folder beside the one asked for. Then `hf_read.py` loads it in a process of its own, as a
+user would, and its logits of passes 1 to 3 must be the run's. Only then it gets its name.
+Shapes: K passes, B rows, T positions, P of them compared, V vocabulary.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fbt_jax.batch import Batch
+from fbt_jax.config import ModelConfig
+from fbt_jax.data import corpus, open_data
+from fbt_jax.errors import UserError, require
+from fbt_jax.interop.hf_card import model_card
+from fbt_jax.interop.hf_tokenizer import tokenizer_files
+from fbt_jax.model.transformer import Transformer, logits
+from fbt_jax.passes import multi_pass
+
+NEEDED = ('torch', 'transformers', 'safetensors')
+DTYPES = ('float32', 'bfloat16')
+TOLERANCE = 1e-4  # of logits
+# Passes may blow rounding up, those of a map that diverges above all. What float64 agrees on was rounding.
+COMPARED_IN = ('float32', 'float64')
+COMPARED_PASSES, COMPARED_ROWS = 3, 2
+MOST_COMPARED = 256  # positions of a row whose logits are compared, evenly spread
+MODELING = 'modeling_fbt.py'
+
+
+class Exported(NamedTuple):
+    """What was written. `difference`: the largest of the logits, for each number of passes."""
+
+    parameters: int
+    difference: tuple[float, ...]
+    computed_in: str
+    rows: str  # what was compared on
+    tokenizer: bool
+
+
+def export_hf(
+    run: Any, out: str, *, dtype: str = 'float32', data_folder: str | Path, metrics: list[dict[str, Any]]
+) -> Exported:
+    """Writes `run` (of `load_run`) to the new folder `out`.
+
+    Args:
+      dtype: of the stored weights. The comparison computes with them in float32.
+      data_folder: where the run keeps what it tokenised. metrics: the rows of its metrics.jsonl, for the model card.
+
+    Raises:
+      UserError: a package is missing, or `out` is no new folder.
+      RuntimeError: what was written doesn't load, or computes something else than the run. Nothing is left behind.
+    """
+    require(dtype in DTYPES, '--dtype', dtype, f'must be one of {", ".join(DTYPES)}')
+    require_packages()
+    require_new(out)
+    weights = torch_weights(run, dtype)
+    tokens_BT, rows = real_text(run, data_folder)
+    text_files = tokenizer_files(run.tokenizer, run.config.data)
+    target = Path(out).absolute()
+    folder = Path(tempfile.mkdtemp(prefix=f'.{target.name}.', dir=target.parent))
+    try:
+        write(folder, run, weights, text_files, model_card(run, metrics, parameters=count(weights), dtype=dtype))
+        difference, computed_in = compare(folder, run, weights, tokens_BT)
+        allow_as_usual(folder)
+        folder.replace(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Exported(count(weights), difference, computed_in, rows, bool(text_files))
+
+
+def require_packages() -> None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"--format=hf needs {', '.join(missing)}: pip install 'fbt-jax[hf]'")
+
+
+def require_new(out: str) -> None:
+    path = Path(out).absolute()
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f'--out={out}: must be a new folder; this one exists and is not empty')
+    if not path.parent.is_dir():
+        raise UserError(f'--out={out}: must lie in a folder that exists')
+
+
+def write(folder: Path, run: Any, weights: dict[str, np.ndarray], text_files: dict[str, str], card: str) -> None:
+    """All files of the exported folder."""
+    from safetensors.numpy import save_file
+
+    dtype = str(next(iter(weights.values())).dtype)
+    files = {
+        'config.json': _json(hf_config(run, dtype)),
+        'generation_config.json': _json(_special_ids(run.tokenizer) | {'do_sample': False}),
+        MODELING: modeling_source(),
+        'README.md': card,
+    }
+    for name, content in (files | text_files).items():
+        (folder / name).write_text(content, encoding='utf-8')
+    save_file(weights, folder / 'model.safetensors', metadata={'format': 'pt'})
+
+
+def modeling_source() -> str:
+    return (resources.files('fbt_jax.interop') / MODELING).read_text(encoding='utf-8')
+
+
+def hf_config(run: Any, dtype: str) -> dict[str, Any]:
+    """config.json: the fields of `FbtConfig`."""
+    c: ModelConfig = run.config.model
+    return {
+        'architectures': ['FbtForCausalLM'],
+        'model_type': 'fbt',
+        'auto_map': {'AutoConfig': 'modeling_fbt.FbtConfig', 'AutoModelForCausalLM': 'modeling_fbt.FbtForCausalLM'},
+        'dtype': dtype,
+        'vocab_size': c.vocab_size,
+        'hidden_size': c.width,
+        'intermediate_size': c.mlp_width,
+        'num_hidden_layers': c.num_layers,
+        'num_attention_heads': c.num_heads,
+        'num_key_value_heads': c.num_kv_heads,
+        'max_position_embeddings': run.config.data.seq_len,
+        'sliding_window': c.window or None,
+        'layer_types': ['sliding_attention' if w else 'full_attention' for w in c.layer_windows],
+        'rope_theta': c.rope_theta,
+        'rms_norm_eps': 1e-6,
+        'fusion': c.fusion,
+        'trained_feedback': run.trained_feedback,
+        'feedback_loss_weight': run.config.passes.loss_weight,
+        'tie_word_embeddings': True,
+        **_special_ids(run.tokenizer),
+    }
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int]:
+    """EOS pads too: the mask says what is padding."""
+    if tokenizer is None:
+        return {}
+    return {'bos_token_id': tokenizer.bos_id, 'eos_token_id': tokenizer.eos_id, 'pad_token_id': tokenizer.eos_id}
+
+
+def torch_weights(run: Any, dtype: str) -> dict[str, np.ndarray]:
+    """The parameters under the names of modeling_fbt.py, each matrix (outputs, inputs), without padded rows."""
+    c: ModelConfig = run.config.model
+    weights = {'embedding.weight': np.asarray(run.params['embedding'])[: c.vocab_size]}
+    for module, tree in run.params.items():
+        if module == 'embedding':
+            continue
+        for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            *names, kind = [step.key for step in path]
+            array = np.asarray(value)
+            array = np.swapaxes(array, -1, -2) if kind == 'kernel' else array
+            if module == 'layers':
+                weights |= {'.'.join([module, str(i), *names, 'weight']): layer for i, layer in enumerate(array)}
+            else:
+                weights['.'.join([module, *names, 'weight'])] = array
+    return {name: np.ascontiguousarray(array.astype(jnp.dtype(dtype))) for name, array in weights.items()}
+
+
+def count(weights: dict[str, np.ndarray]) -> int:
+    return sum(array.size for array in weights.values())
+
+
+def real_text(run: Any, data_folder: str | Path) -> tuple[np.ndarray, str]:
+    """(B, T) int32 ids to compare on, long enough to leave the window, and what they are."""
+    config: ModelConfig = run.config.model
+    length = min(run.config.data.seq_len, max(512, config.window + 128))
+    try:
+        data = open_data(run.config, data_folder, held_out_only=True)
+        name = next(iter(data.validation))
+    except (UserError, StopIteration):
+        if run.tokenizer is None:
+            raise
+        ids = np.concatenate(run.tokenizer.encode_batch(corpus.split().validation[:4]))
+        rows = min(COMPARED_ROWS, len(ids) // length)
+        return ids[: rows * length].reshape(rows, length).astype(np.int32), 'the embedded novels'
+    rows = min(COMPARED_ROWS, data.validation[name].num_rows)
+    batch = next(data.validation_batches(name, rows, max_rows=rows))
+    return np.asarray(batch.tokens)[:, :length].astype(np.int32), f'{name} rows'
+
+
+def compare(
+    folder: Path, run: Any, weights: dict[str, np.ndarray], tokens_BT: np.ndarray
+) -> tuple[tuple[float, ...], str]:
+    """The largest difference of logits for each number of passes between the written folder and the run, and in what.
+
+    Raises:
+      RuntimeError: it can't be loaded, or a difference is above TOLERANCE, or its tokenizer gives other ids.
+    """
+    passes = 1 if run.config.model.fusion == 'none' else COMPARED_PASSES
+    places_P = np.unique(np.linspace(0, tokens_BT.shape[1] - 1, MOST_COMPARED).astype(int))
+    texts = _probes(run) if (folder / 'tokenizer.json').exists() else []
+    told = []
+    for dtype in COMPARED_IN:
+        read = _read(folder, tokens=tokens_BT, places=places_P, passes=passes, dtype=dtype, texts=json.dumps(texts))
+        for text, ids in zip(texts, read['ids'], strict=True):
+            expected = [run.tokenizer.bos_id, *run.tokenizer.encode(text)]
+            if ids != expected:
+                raise RuntimeError(f'export: AutoTokenizer reads {text[:40]!r} as {ids[:8]}, the run as {expected[:8]}')
+        ours_KBPV = run_logits(run, weights, tokens_BT, places_P, num_passes=passes, dtype=dtype)
+        difference = tuple(float(np.max(np.abs(a - b))) for a, b in zip(ours_KBPV, read['logits'], strict=True))
+        if all(d <= TOLERANCE for d in difference):  # so that not-a-number does not pass
+            return difference, dtype
+        told.append(f'{", ".join(f"{d:.1e}" for d in difference)} in {dtype}')
+    raise RuntimeError(f'export: logits of passes 1, ... differ by more than {TOLERANCE}: {"; ".join(told)}')
+
+
+def _probes(run: Any) -> list[str]:
+    """Texts that must be encoded alike: real, odd, and spelling the special tokens."""
+    names = [getattr(run.tokenizer, name, f'<|{name}|>') for name in ('bos', 'eos')]
+    odd = ' Ab,  12\r\n\n\té \U0001f469\u200d\U0001f467 \u2581 don\'t " '
+    return ['', 'It is a truth', odd, f'a{names[0]} {names[1]}b', corpus.split().validation[0][:5000]]
+
+
+def run_logits(
+    run: Any,
+    weights: dict[str, np.ndarray],
+    tokens_BT: np.ndarray,
+    places_P: np.ndarray,
+    *,
+    num_passes: int,
+    dtype: str,
+) -> np.ndarray:
+    """(K, B, P, V) logits of the run in `dtype`, with its parameters rounded as they were stored."""
+    stored = next(iter(weights.values())).dtype
+    config = dataclasses.replace(run.config.model, dtype=dtype, attention='blockwise', remat='nothing')
+    model = Transformer(config)
+    wide = jax.enable_x64(dtype == 'float64')
+    with wide, jax.default_device(_cpu()), jax.default_matmul_precision('highest'):
+        params = jax.tree.map(lambda x: np.asarray(x).astype(stored).astype(dtype), run.params)
+        index_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
+        batch = Batch(
+            tokens=tokens_BT, targets=None, weights=None, segment_ids=np.ones_like(tokens_BT), positions=index_BT
+        )
+
+        def chosen(params: Any, batch: Batch) -> jax.Array:
+            def per_pass(hidden_BTD: jax.Array, _: jax.Array) -> jax.Array:
+                return logits(hidden_BTD[:, places_P], params['embedding'], vocab_size=config.vocab_size or 0)
+
+            return multi_pass(model, params, batch, num_passes=num_passes, per_pass=per_pass).yields
+
+        return np.asarray(jax.jit(chosen)(params, batch))[..., : config.vocab_size]
+
+
+def _cpu() -> jax.Device:
+    """Where float32 is float32."""
+    try:
+        return jax.devices('cpu')[0]
+    except RuntimeError:
+        return jax.devices()[0]
+
+
+def _read(folder: Path, **question: Any) -> dict[str, Any]:
+    """What a process that knows only the folder makes of it: see hf_read.py."""
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, answer = Path(scratch) / 'question.npz', Path(scratch) / 'answer'
+        np.savez(asked, **question)
+        # Copies of the model's code are kept where this says, and nothing is looked up elsewhere.
+        environment = os.environ | {'HF_MODULES_CACHE': f'{scratch}/modules', 'HF_HUB_OFFLINE': '1'}
+        script = str(resources.files('fbt_jax.interop') / 'hf_read.py')
+        command = [sys.executable, '-P', script, str(folder), str(asked), str(answer)]
+        result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if result.returncode:
+            lines = [line for line in result.stderr.splitlines() if line.strip()] or ['no word of why']
+            raise RuntimeError(f'export: transformers cannot use what was written: {lines[-1]}')
+        return {'logits': np.load(f'{answer}.npy'), 'ids': json.loads(Path(f'{answer}.json').read_text())}
+
+
+def allow_as_usual(folder: Path) -> None:
+    """The folder and its files as readable as any new ones: temporary folders and safetensors' files are private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for path in folder.iterdir():
+        path.chmod(0o666 & ~mask)
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + '\n'
