@@ -200,7 +200,8 @@ def test_local_second_stop_kills(tmp_path: Path) -> None:
     assert run.finish().status == 137
 
 
-@pytest.mark.parametrize('count', [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('count', [1, 2])
 def test_local_training_stops_and_goes_on(tmp_path: Path, count: int) -> None:
     workdir = tmp_path / 'run'
     training = {'checkpoint_every': 1000, 'eval_every': 30, 'eval_rows': 64}

@@ -227,6 +227,7 @@ def test_chips_by_jax_s_names() -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_plan_and_bench_here(tmp_path: Path) -> None:
     (tmp_path / 'config.py').write_text(CONFIG)
     out = finish(start('plan', f'--config={tmp_path}/config.py', '--here', f'--json={tmp_path}/plan.json'))
