@@ -77,6 +77,24 @@ def test_stop_tokens_and_stop_texts_end_a_row_and_no_other(run: Run) -> None:
     for before, after, how in zip(free.texts, stopped.texts, stopped.finished, strict=True):
         assert after == before.split(stop)[0]
         assert (how == 'stop') == (stop in before)
+    for tokens, log_probs, text, how in zip(*stopped[1:3], stopped.texts, stopped.finished, strict=True):
+        assert len(tokens) == len(log_probs)
+        if how == 'stop':  # the last token is the one that brought it
+            assert BYTES.decode(tokens).startswith(text + stop)
+            assert stop not in BYTES.decode(tokens[:-1])
+
+
+def test_a_wrong_prompt_is_told(run: Run) -> None:
+    for prompts, told in (
+        ('She', 'must be a list of prompts'),
+        (['a\udcff'], 'is not UTF-8'),
+        ([[1.5]], 'must be a text or a list of ids'),
+        ([[999]], 'has ids that the model lacks'),
+        ([[]], 'is empty'),
+        ([], 'there is none'),
+    ):
+        with pytest.raises(UserError, match=told):
+            generate(run, prompts, mode='soft', max_tokens=3)
 
 
 def test_pieces_of_a_stream_are_the_text(run: Run) -> None:
@@ -127,11 +145,14 @@ def test_ten_thousand_generations_leave_memory_flat(run: Run) -> None:
         ({'mode': 'hard'}, r"mode = 'hard': must be one of standard, soft, fused"),
         ({'max_tokens': 0}, r'max_tokens = 0: must be at least 1'),
         ({'max_tokens': CONTEXT}, r'a prompt of 2 tokens and max_tokens = 64 are more than the trained context of 64'),
-        ({'temperature': -1}, r'temperature = -1: must not be negative'),
+        ({'temperature': -1}, r'temperature = -1: must be 0 or lie in 1e-4\.\.1e4'),
+        ({'temperature': float('inf')}, r'must be 0 or lie in'),
+        ({'temperature': 1.0, 'top_k': 2**31}, r'must be a whole number below 2\*\*31'),
+        ({'max_tokens': 5.0}, r'max_tokens = 5\.0: must be a whole number'),
         ({'top_k': 5}, r'temperature = 0\.0: is greedy: no top_k or top_p'),
         ({'temperature': 1.0, 'top_p': 0.0}, r'top_p = 0\.0: must lie in \(0, 1\]'),
         ({'temperature': 1.0, 'top_k': -2}, r'top_k = -2: must not be negative'),
-        ({'num_samples': 0}, r'num_samples = 0: must lie in 1\.\.65536'),
+        ({'num_samples': 0}, r'num_samples = 0: must lie in 1\.\.1024'),
         ({'fused_passes': 0, 'mode': 'fused'}, r'fused_passes = 0: must be at least 1'),
         ({'stop': ['']}, r'must not be empty texts'),
     ],

@@ -575,3 +575,15 @@ def test_the_code_for_transformers_needs_no_fbt_jax() -> None:
     for name in ('modeling_fbt.py', 'hf_read.py'):
         source = (Path(hf_export.__file__).parent / name).read_text()
         assert not re.search(r'^\s*(import|from) fbt_jax', source, re.MULTILINE)
+
+
+def test_a_cache_that_was_filled_before_is_refused_where_steps_are_fed(exact: Run, exact_model: Any) -> None:
+    inputs = padded(exact, ['It is'])
+    cache = transformers.DynamicCache(config=exact_model.config)
+    for mode in ('standard', 'soft', 'fused'):
+        options = {'max_new_tokens': 3, 'do_sample': False, 'past_key_values': cache, 'mode': mode}
+        if mode == 'standard':
+            assert exact_model.generate(**inputs, **options).shape[1] == inputs['input_ids'].shape[1] + 3
+        else:
+            with pytest.raises(ValueError, match='goes on from no cache that was filled before'):
+                exact_model.generate(**inputs, **options)

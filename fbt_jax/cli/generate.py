@@ -50,10 +50,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _read(path: str) -> list[str]:
     try:
-        lines = Path(path).read_text(encoding='utf-8').splitlines()
+        lines = Path(path).read_text(encoding='utf-8-sig').removesuffix('\n').split('\n')
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'--prompt-file={path}: {getattr(error, "strerror", None) or error}') from None
-    if not lines:
+    if lines == ['']:
         raise UserError(f'--prompt-file={path}: is empty')
     return lines
 
@@ -62,6 +62,7 @@ def _generate(args: argparse.Namespace, prompts: list[str] | None) -> None:
     import jax
 
     from fbt_jax.inference.decode import cast
+    from fbt_jax.inference.generate import check
     from fbt_jax.model.transformer import compute_dtype
     from fbt_jax.training.processes import is_primary
     from fbt_jax.training.run_folder import load_run, spread
@@ -72,33 +73,41 @@ def _generate(args: argparse.Namespace, prompts: list[str] | None) -> None:
         if prompts is not None:
             _answer(args, trained, prompts, is_primary())
             return
+        check(trained, **_options(args))
+        if trained.tokenizer is None:
+            raise UserError(f'{args.workdir}: this model reads no text')
         while True:
             try:
                 prompt = input('> ')
             except EOFError:
                 return
+            except UnicodeDecodeError:
+                print('that is not UTF-8', file=sys.stderr)
+                continue
             try:
                 _answer(args, trained, [prompt], True)
             except UserError as error:  # a prompt that is too long ends no conversation
                 print(error, file=sys.stderr)
 
 
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        'mode': args.mode,
+        'max_tokens': args.max_tokens,
+        'temperature': args.temperature,
+        'top_k': args.top_k,
+        'top_p': args.top_p,
+        'num_samples': args.num_samples,
+        'seed': args.seed,
+        'fused_passes': 1 if args.fused_passes is None else args.fused_passes,
+        'stop': tuple(args.stop),
+    }
+
+
 def _answer(args: argparse.Namespace, trained: Any, prompts: list[str], tell: bool) -> None:
     from fbt_jax.inference.generate import stream
 
-    streaming = stream(
-        trained,
-        prompts,
-        mode=args.mode,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        num_samples=args.num_samples,
-        seed=args.seed,
-        fused_passes=args.fused_passes or 1,
-        stop=args.stop,
-    )
+    streaming = stream(trained, prompts, **_options(args))
     alone = tell and len(prompts) * args.num_samples == 1 and not args.json
     while True:
         try:

@@ -20,14 +20,14 @@ from fbt_jax.sharding import RULES, axis_size
 
 LEAST_PROMPT = 128  # what prompts are padded to at least: kernels on accelerators want as much
 STEPS_AT_A_TIME = 16  # between two looks at the texts
-MOST_SAMPLES = 2**16
+MOST_SAMPLES = 2**10  # a row's number is that of its prompt times this, and of its sample
 
 
 class Generations(NamedTuple):
     """Of each prompt in turn, each of its samples in turn."""
 
     texts: list[str]  # without the prompt; cut before a stop string
-    tokens: list[list[int]]  # all that were chosen, the stop token too
+    tokens: list[list[int]]  # that were chosen, up to EOS or to the one that brought a stop text
     log_probs: list[list[float]]  # of each token by the model itself, natural logarithms
     finished: list[str]  # 'eos', 'stop' (a stop string) or 'length'
 
@@ -79,10 +79,20 @@ def stream(
       UserError: an argument is out of range, a prompt and its continuation are longer than the trained context, or the
         model was not trained with feedback and the mode needs it.
     """
-    check(run, mode=mode, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop)
-    require(1 <= num_samples <= MOST_SAMPLES, 'num_samples', num_samples, f'must lie in 1..{MOST_SAMPLES}')
-    require(fused_passes >= 1, 'fused_passes', fused_passes, 'must be at least 1')
-    require(0 <= seed < 2**31, 'seed', seed, 'must lie in 0..2**31 - 1')
+    stop = tuple(stop) if not isinstance(stop, str) else (stop,)
+    check(
+        run,
+        mode=mode,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        num_samples=num_samples,
+        seed=seed,
+        fused_passes=fused_passes,
+        stop=stop,
+    )
+    require(not isinstance(prompts, str), 'prompts', prompts, 'must be a list of prompts')
     ids = [_encoded(run, prompt) for prompt in prompts]
     require(len(ids) > 0, 'prompts', prompts, 'there is none')
     context = run.config.data.seq_len
@@ -129,17 +139,33 @@ def stream(
 
 
 def check(
-    run: Any, *, mode: str, max_tokens: int, temperature: float, top_k: int, top_p: float, stop: Sequence[str]
+    run: Any,
+    *,
+    mode: str,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    num_samples: int,
+    seed: int,
+    fused_passes: int,
+    stop: tuple[str, ...],
 ) -> None:
     """UserError for what can be known before anything is read."""
     require(mode in MODES, 'mode', mode, f'must be one of {", ".join(MODES)}')
     if mode != 'standard' and not run.trained_feedback:
         raise UserError(f'mode = {mode!r}: this model was not trained with feedback; only standard is possible')
+    whole = {'max_tokens': max_tokens, 'top_k': top_k, 'num_samples': num_samples, 'fused_passes': fused_passes}
+    for name, value in whole.items():
+        require(isinstance(value, int) and value < 2**31, name, value, 'must be a whole number below 2**31')
     require(max_tokens >= 1, 'max_tokens', max_tokens, 'must be at least 1')
-    require(temperature >= 0, 'temperature', temperature, 'must not be negative')
+    require(temperature == 0 or 1e-4 <= temperature <= 1e4, 'temperature', temperature, 'must be 0 or lie in 1e-4..1e4')
     require(top_k >= 0, 'top_k', top_k, 'must not be negative')
     require(0 < top_p <= 1, 'top_p', top_p, 'must lie in (0, 1]')
     require(temperature > 0 or (top_k == 0 and top_p == 1), 'temperature', temperature, 'is greedy: no top_k or top_p')
+    require(1 <= num_samples <= MOST_SAMPLES, 'num_samples', num_samples, f'must lie in 1..{MOST_SAMPLES}')
+    require(fused_passes >= 1, 'fused_passes', fused_passes, 'must be at least 1')
+    require(0 <= seed < 2**31, 'seed', seed, 'must lie in 0..2**31 - 1')
     require(all(stop), 'stop', stop, 'must not be empty texts')
     require(not stop or run.tokenizer is not None, 'stop', stop, 'this model has no text')
 
@@ -148,8 +174,13 @@ def _encoded(run: Any, prompt: str | Sequence[int]) -> list[int]:
     if isinstance(prompt, str):
         if run.tokenizer is None:
             raise UserError('this model reads no text: give its prompts as lists of ids')
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError(f'prompt = {prompt!r}: is not UTF-8') from None
         return [run.tokenizer.bos_id, *run.tokenizer.encode(prompt)]
-    ids = [int(i) for i in prompt]
+    ids = list(prompt)
+    require(all(isinstance(i, int | np.integer) for i in ids), 'prompt', prompt, 'must be a text or a list of ids')
     require(len(ids) > 0, 'prompt', prompt, 'is empty')
     require(min(ids) >= 0 and max(ids) < run.config.model.vocab_size, 'prompt', prompt, 'has ids that the model lacks')
     return ids
@@ -205,9 +236,14 @@ class _Texts:
     def _grow(self, row: int) -> Iterator[Piece]:
         if self._tokenizer is None:
             return
-        text = self._tokenizer.decode(self._tokens[row])
-        for place in sorted(place for place in map(text.find, self._stop) if place >= 0)[:1]:
-            text, self._finished[row] = text[:place], 'stop'
+        own = self._tokens[row]
+        text, place = self._read(own, final=bool(self._finished[row]))
+        if place is not None:
+            # The first token that brings the stop text is the last that counts.
+            end = next(n for n in range(1, len(own) + 1) if self._read(own[:n], final=n == len(own))[1] is not None)
+            self._finished[row] = 'stop'
+            del own[end:], self._log_probs[row][end:]
+            text = text[:place]
         self._texts[row] = text
         ready = len(text)
         if not self._finished[row]:
@@ -216,6 +252,13 @@ class _Texts:
         if ready > self._told[row]:
             piece, self._told[row] = text[self._told[row] : ready], ready
             yield Piece(row, piece)
+
+    def _read(self, tokens: list[int], *, final: bool) -> tuple[str, int | None]:
+        """The text, and where in it a stop text begins, in what can't change any more."""
+        text = self._tokenizer.decode(tokens)
+        decided = text if final else text.rstrip('\ufffd')  # a character whose bytes have not all come
+        places = [place for place in map(decided.find, self._stop) if place >= 0]
+        return text, min(places) if places else None
 
     def result(self) -> Generations:
         return Generations(self._texts, self._tokens, self._log_probs, self._finished)

@@ -390,6 +390,10 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f'fused_passes = {fused_passes}: {told}')
         if kwargs.get('cache_implementation') in ('static', 'paged'):
             raise ValueError(f'cache_implementation = {kwargs["cache_implementation"]!r}: {_GROWING}')
+        given = next((kwargs[k] for k in ('cache', 'past_key_values') if kwargs.get(k) is not None), None)
+        if mode != 'standard' and given is not None and given.get_seq_length() > 0:
+            told = 'the state of its last position, which the next is fed with, is not in it'
+            raise ValueError(f'mode = {mode!r}: goes on from no cache that was filled before; {told}')
         if mode != 'standard':
             kwargs['feedback'] = True
         if mode == 'fused':
