@@ -9,6 +9,7 @@ DIR/tensorboard has the same names under `train/` and `validation/`.
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -110,7 +111,8 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: str, resume_step: int | None) -> None:
-        from tensorboardX import SummaryWriter  # here, because readers of rows don't need it
+        from tensorboardX.event_file_writer import EventsWriter  # here, because readers of rows don't need it
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._path = Path(workdir) / 'metrics.jsonl'
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,9 +126,13 @@ class MetricsWriter:
         folder = Path(workdir) / 'tensorboard'
         # TensorBoard names files by the second; two attempts in one second must not share, and so erase, a file.
         attempt = len(list(folder.glob('*tfevents*'))) if folder.exists() else 0
-        self._board = SummaryWriter(
-            str(folder), purge_step=0 if resume_step is None else resume_step + 1, filename_suffix=f'.{attempt}'
-        )
+        folder.mkdir(exist_ok=True)
+        # Not SummaryWriter: what its thread has not taken up yet is lost in a kill, flushed or not.
+        self._board = EventsWriter(str(folder / 'events'), filename_suffix=f'.{attempt}')
+        purged_from = 0 if resume_step is None else resume_step + 1
+        self._event = Event
+        start = SessionLog(status=SessionLog.START)
+        self._board.write_event(Event(wall_time=time.time(), step=purged_from, session_log=start))
 
     def __enter__(self) -> 'MetricsWriter':
         return self
@@ -139,9 +145,11 @@ class MetricsWriter:
         self._require_next(row)
         self._file.write(_line(row))
         self._file.flush()
+        event = self._event(wall_time=time.time(), step=row['step'])
         for name, value in row.items():
             if name not in ('step', 'split') and math.isfinite(value):
-                self._board.add_scalar(f'{row["split"]}/{name}', value, row['step'])
+                event.summary.value.add(tag=f'{row["split"]}/{name}', simple_value=value)
+        self._board.write_event(event)
 
     def last_step(self, split: str) -> int | None:
         """The step of the newest row of `split`, None if it has none."""
