@@ -55,6 +55,7 @@ def require_equal_runs(found: dict[str, Any], meshes: tuple[str, ...]) -> None:
         assert max(got['gradients'].values()) < 1e-5, (sizes, got['gradients'])
 
 
+@pytest.mark.slow
 def test_meshes_that_split_everything_train_like_one_device() -> None:
     require_equal_runs(trained_on(*QUICK), QUICK)
 
