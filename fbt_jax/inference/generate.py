@@ -18,7 +18,7 @@ from fbt_jax.inference.sampling import Sampling
 from fbt_jax.model.transformer import compute_dtype
 from fbt_jax.sharding import RULES, axis_size
 
-LEAST_PROMPT = 128  # what prompts are padded to at least: kernels on accelerators want as much
+LEAST = 128  # what prompts, caches and new tokens are rounded up to: kernels want as much, and few programs serve all
 STEPS_AT_A_TIME = 16  # between two looks at the texts
 MOST_SAMPLES = 2**10  # a row's number is that of its prompt times this, and of its sample
 
@@ -101,8 +101,8 @@ def stream(
         raise UserError(
             f'a prompt of {longest} tokens and max_tokens = {max_tokens} are more than the trained context of {context}'
         )
-    capacity = rounded(longest + max_tokens, context)
-    tokens_BP = np.zeros((padded_rows(len(ids)), rounded(max(longest, LEAST_PROMPT), context)), np.int32)
+    capacity = rounded(max(longest + max_tokens, LEAST), context)
+    tokens_BP = np.zeros((padded_rows(len(ids)), rounded(max(longest, LEAST), context)), np.int32)
     lengths_B = np.ones(len(tokens_BP), np.int32)
     for row, prompt in enumerate(ids):
         tokens_BP[row, : len(prompt)] = prompt
@@ -125,7 +125,7 @@ def stream(
         'kind': 'greedy' if temperature == 0 else 'restricted' if top_k or top_p < 1 else 'free',
     }
     prompt_B = jnp.asarray(np.where(real_B, rows_B // num_samples, 0))
-    room = rounded(max_tokens, context)
+    room = rounded(max(max_tokens, LEAST), context)
     state = begin(run.model, params, read, prompt_B, jnp.asarray(~real_B), max_tokens=room, **common)
     texts = _Texts(run.tokenizer, count, eos, tuple(stop))
     while True:

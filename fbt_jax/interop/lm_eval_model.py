@@ -29,7 +29,7 @@ import numpy as np
 from fbt_jax.batch import Batch
 from fbt_jax.errors import UserError, require
 from fbt_jax.inference.decode import MODES, read_prompts
-from fbt_jax.inference.generate import LEAST_PROMPT, generate, padded_rows, rounded
+from fbt_jax.inference.generate import LEAST, generate, padded_rows, rounded
 from fbt_jax.losses import TokenLosses, token_losses
 from fbt_jax.passes import multi_pass
 from fbt_jax.sharding import constrain, replicated
@@ -237,7 +237,7 @@ class FbtLM(LM):
         """Of at most `rows` pairs, in one program whose sizes are rounded up; rows without a pair count for nothing."""
         soft = self._mode == 'soft'
         inputs = [p.context if soft else (p.context + p.continuation)[:-1] for p in pairs]
-        tokens_BT = np.zeros((rows, rounded(max(LEAST_PROMPT, *map(len, inputs)), self._context)), np.int32)
+        tokens_BT = np.zeros((rows, rounded(max(LEAST, *map(len, inputs)), self._context)), np.int32)
         longest = max(LEAST_CONTINUATION, *(len(p.continuation) for p in pairs))
         continuation_BN = np.zeros((rows, rounded(longest, self._context)), np.int32)
         lengths_B, context_B = np.ones(rows, np.int32), np.ones(rows, np.int32)
@@ -248,7 +248,7 @@ class FbtLM(LM):
         score: Callable[..., TokenLosses]
         if soft:
             whole = (len(p.context) + len(p.continuation) for p in pairs)
-            score = partial(score_soft, capacity=rounded(max(LEAST_PROMPT, *whole), self._context))
+            score = partial(score_soft, capacity=rounded(max(LEAST, *whole), self._context))
         else:
             score = partial(score_passes, context_B=context_B, num_passes=self._passes)
         losses = score(self._run.model, self._run.params, tokens_BT, lengths_B, continuation_BN=continuation_BN)
