@@ -13,9 +13,9 @@ below 1, a step if an int.
 
 import dataclasses
 import difflib
-import itertools
 from typing import Any, NamedTuple
 
+from fbt_jax.config_phases import first_steps, is_start
 from fbt_jax.errors import UserError, require
 
 BUILT_IN = ('austen', 'word_problem')
@@ -168,16 +168,9 @@ class DataConfig:
         """((first step, 0-based; share of each source), ...) for a run of `total_steps`; starts go up."""
         if not self.weights:
             return ((0, (1.0,)),)
-        rows = [
-            (round(start * total_steps) if isinstance(start, float) else start, tuple(w for _, w in shares))
-            for start, shares in self.weights
-        ]
-        if any(a[0] > b[0] for a, b in itertools.pairwise(rows)):
-            raise UserError(
-                f'data.weights = {self.weights!r}: starts must not go down; '
-                f'for training.steps = {total_steps} they are {[s for s, _ in rows]}'
-            )
-        return tuple(rows)
+        steps = first_steps(self.weights, total_steps, 'data.weights')
+        shares = [tuple(w for _, w in shares) for _, shares in self.weights]
+        return tuple(zip(steps, shares, strict=True))
 
 
 def _check_sources(value: Any, key: str) -> str | Sources:
@@ -224,8 +217,7 @@ def _check_weights(value: Any, source: str | Sources) -> Weights:
         require(fine, 'data.weights', phase, 'shares must lie in 0..1')
         total = sum(shares.values())
         require(abs(total - 1) < 1e-6, 'data.weights', phase, f'shares sum to {total:.6g}, must sum to 1')
-        is_step = isinstance(start, int) and not isinstance(start, bool) and 0 <= start < 2**31
-        require(is_step or (isinstance(start, float) and 0 <= start < 1), 'data.weights', phase, form)
+        require(is_start(start), 'data.weights', phase, form)
         phases.append((start, tuple((name, float(shares[name])) for name in names)))
     require(phases[0][0] == 0, 'data.weights', value, 'the first phase must start at 0')
     unread = [n for i, n in enumerate(names) if all(shares[i][1] == 0 for _, shares in phases)]

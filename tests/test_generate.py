@@ -1,13 +1,13 @@
 """`fbt_jax.generate` on a small model of bytes: texts, samples, stops, streams, errors, no new programs."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from helpers import make_model, make_params
+from helpers_run import Run, make_run
 
-from fbt_jax.config import Config, DataConfig, PassesConfig
+from fbt_jax.config import DataConfig
 from fbt_jax.data.tokenizer import open_tokenizer
 from fbt_jax.errors import UserError
 from fbt_jax.inference import decode
@@ -17,22 +17,11 @@ BYTES = open_tokenizer(DataConfig(tokenizer='bytes'))
 CONTEXT = 64
 
 
-class Run(NamedTuple):
-    model: Any
-    params: Any
-    config: Any
-    tokenizer: Any
-    trained_feedback: bool = True
-
-
 @pytest.fixture(scope='module')
 def run() -> Run:
-    model = make_model(vocab_size=258)
-    data = DataConfig(tokenizer='bytes', seq_len=CONTEXT, batch_size=2)
-    config = Config(data=data, model=model.config, passes=PassesConfig(phases='constant_75_25_0'))
-    params = make_params(model)
-    params['embedding'] = params['embedding'] * 3  # sharper, so that rounding chooses nothing
-    return Run(model, params, config, BYTES)
+    made = make_run(seq_len=CONTEXT)
+    made.params['embedding'] = made.params['embedding'] * 3  # sharper, so that rounding chooses nothing
+    return made
 
 
 PROMPTS = ['a', 'It is a truth', '', 'x' * 30, 'universally']

@@ -12,13 +12,14 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import tokenizers
 from helpers import float64, make_model, make_params, run_passes
+from helpers_run import Run, make_run
 
 MODULES = tempfile.mkdtemp(prefix='fbt_hf_modules')  # where transformers copies the exported code to
 atexit.register(shutil.rmtree, MODULES, ignore_errors=True)
@@ -44,24 +45,9 @@ PROMPTS = ['It is a truth universally', '', 'Emma Woodhouse', 'x']
 ALL_MODES = [('standard', None), ('soft', None), ('fused', 1), ('fused', 3)]
 
 
-class Run(NamedTuple):
-    model: Any
-    params: Any
-    config: Any
-    tokenizer: Any
-    step: int = 7
-    trained_feedback: bool = True
-
-
-def make_run(tokenizer: str = 'bytes', **changes: Any) -> Run:
+def windowed(tokenizer: str = 'bytes', **changes: Any) -> Run:
     """Random weights and a window of 5 keys in the first of two layers."""
-    data = DataConfig(tokenizer=tokenizer, seq_len=CONTEXT, batch_size=2)
-    text = open_tokenizer(data)
-    model = make_model(**({'vocab_size': text.vocab_size, 'window': 5, 'rope_theta': 1000.0} | changes))
-    params = make_params(model)
-    phases = 'constant_75_25_0' if 'fusion' in params else 'one_pass'
-    config = Config(data=data, model=model.config, passes=PassesConfig(phases=phases))
-    return Run(model, params, config, text, trained_feedback='fusion' in params)
+    return make_run(tokenizer, seq_len=CONTEXT, **{'window': 5, 'rope_theta': 1000.0} | changes)
 
 
 def load(run: Run) -> Any:
@@ -88,7 +74,7 @@ def run_logits(run: Run, tokens_BT: np.ndarray, num_passes: int) -> np.ndarray:
 
 @pytest.fixture(scope='module')
 def run() -> Run:
-    return make_run()
+    return windowed()
 
 
 @pytest.fixture(scope='module')
@@ -100,7 +86,7 @@ def model(run: Run) -> Any:
 def exact() -> Run:
     """In float64: random weights blow rounding up with every step, so that float32 soon chooses other tokens."""
     with jax.enable_x64(True):
-        return make_run(dtype='float64')
+        return windowed(dtype='float64')
 
 
 @pytest.fixture(scope='module')
@@ -288,7 +274,7 @@ def test_the_card_carries_the_run_s_figures(run: Run) -> None:
     ],
 )
 def test_logits_are_the_run_s_after_every_pass(changes: dict[str, Any]) -> None:
-    run = make_run(**changes)
+    run = windowed(**changes)
     tokens_BT = tokens_of()
     model = load(run)
     for passes in (1, 2, 3) if run.trained_feedback else (1,):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ['HF_HUB_OFFLINE'] = '1'  # read when the harness's libraries are imported
 
@@ -17,10 +17,11 @@ import jax
 import numpy as np
 import pytest
 import reference
-from helpers import flat_params, float64, make_model, make_params, on_devices
+from helpers import flat_params, float64, on_devices
 from helpers_e2e import ROOT, TEXT, train, write_config
+from helpers_run import Run, make_run
 
-from fbt_jax.config import Config, DataConfig, PassesConfig
+from fbt_jax.config import Config, DataConfig
 from fbt_jax.data import corpus
 from fbt_jax.data.tokenizer import open_tokenizer
 from fbt_jax.errors import UserError
@@ -52,21 +53,8 @@ REQUESTS = [
 ]
 
 
-class Run(NamedTuple):
-    model: Any
-    params: Any
-    config: Any
-    tokenizer: Any
-    step: int = 7
-    trained_feedback: bool = True
-
-
-def make_run(tokenizer: str = 'bytes', dtype: str = 'float64') -> Run:
-    opened = open_tokenizer(DataConfig(tokenizer=tokenizer))
-    model = make_model(vocab_size=opened.vocab_size, dtype=dtype)
-    data = DataConfig(tokenizer=tokenizer, seq_len=CONTEXT, batch_size=2)
-    config = Config(data=data, model=model.config, passes=PassesConfig(phases='constant_75_25_0'))
-    return Run(model, make_params(model), config, opened)
+def small_run(tokenizer: str = 'bytes', dtype: str = 'float64') -> Run:
+    return make_run(tokenizer, seq_len=CONTEXT, dtype=dtype)
 
 
 def asked(*arguments: Any) -> list[Any]:
@@ -104,7 +92,7 @@ def cut(pair: Pair) -> Pair:
 @pytest.mark.parametrize('options', MODES)
 @float64
 def test_scores_are_those_of_the_definition_at_any_batch_size(options: dict[str, Any]) -> None:
-    run = make_run()
+    run = small_run()
     pairs = [cut(pair) for pair in encode_pairs(run.tokenizer, REQUESTS)]
     expected = [by_hand(run, pair, **options) for pair in pairs]
     assert len({round(log_prob, 6) for log_prob, _ in expected}) == len(REQUESTS)
@@ -119,7 +107,7 @@ def test_scores_are_those_of_the_definition_at_any_batch_size(options: dict[str,
 @float64
 def test_the_modes_differ_where_they_should() -> None:
     """Soft and standard read the context alike, so a continuation of one token has one score in both."""
-    run = make_run()
+    run = small_run()
     score = {
         m: FbtLM(run, mode=m).loglikelihood(asked(('ab', 'c'), ('ab', 'cd'))) for m in ('standard', 'soft', 'fused')
     }
@@ -130,7 +118,7 @@ def test_the_modes_differ_where_they_should() -> None:
 
 @pytest.mark.parametrize('options', MODES)
 def test_probabilities_of_all_continuations_of_one_token_sum_to_one(options: dict[str, Any]) -> None:
-    model = FbtLM(make_run(dtype='float32'), batch_size=64, **options)
+    model = FbtLM(small_run(dtype='float32'), batch_size=64, **options)
     pairs = [Pair([256, 97, 98], [i]) for i in range(258)]
     scores = dict(model._scores(pairs, 'all', True))
     assert sum(math.exp(s.log_prob) for s in scores.values()) == pytest.approx(1, abs=1e-5)
@@ -139,7 +127,7 @@ def test_probabilities_of_all_continuations_of_one_token_sum_to_one(options: dic
 
 
 def test_what_the_model_chooses_itself_is_greedy() -> None:
-    run = make_run(dtype='float32')
+    run = small_run(dtype='float32')
     run.params['embedding'] = run.params['embedding'] * 3  # sharper, so that rounding chooses nothing
     for mode in ('standard', 'soft'):
         chosen = generate(run, [[256, 97]], mode=mode, max_tokens=6)
@@ -151,7 +139,7 @@ def test_what_the_model_chooses_itself_is_greedy() -> None:
 
 
 def test_a_row_that_is_too_long_loses_its_left_end_and_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = FbtLM(make_run(dtype='float32'), max_length=20)
+    model = FbtLM(small_run(dtype='float32'), max_length=20)
     long, short = ('a' * 30 + 'bcdefgh', 'ij'), ('a', 'ij')
     logging.getLogger('lm_eval').propagate = True
     with caplog.at_level(logging.WARNING, 'lm_eval.fbt'):
@@ -168,7 +156,7 @@ def test_a_row_that_is_too_long_loses_its_left_end_and_it_is_told(caplog: pytest
 
 
 def test_nothing_to_score_is_certain() -> None:
-    model = FbtLM(make_run(dtype='float32'))
+    model = FbtLM(small_run(dtype='float32'))
     assert model.loglikelihood(asked(('', ''), ('a', ''))) == [(0.0, True)] * 2
     assert model.loglikelihood([]) == []
     assert model.loglikelihood_rolling(asked(('',))) == [0.0]
@@ -224,7 +212,7 @@ def test_a_merge_over_the_boundary_leaves_no_text_out() -> None:
         assert pair.context + pair.continuation == [bpe.bos_id, *bpe.encode(context + continuation)]
         assert context.startswith(bpe.decode(pair.context))
         assert bpe.decode(pair.continuation).endswith(continuation)
-    run = make_run('bpe', 'float32')
+    run = small_run('bpe', 'float32')
     assert all(score < 0 for score, _ in FbtLM(run, batch_size=64).loglikelihood(asked(*texts[:64])))
 
 
@@ -234,7 +222,7 @@ def test_a_merge_over_the_boundary_leaves_no_text_out() -> None:
 @pytest.mark.parametrize('options', MODES)
 @float64
 def test_rolling_scores_each_token_once(options: dict[str, Any]) -> None:
-    run = make_run()
+    run = small_run()
     text = corpus.split().validation[0]
     documents = [text[:n] for n in (1, CONTEXT - 1, CONTEXT, CONTEXT + 1, 2 * CONTEXT, 110)]
     expected = []
@@ -253,7 +241,7 @@ def test_rolling_scores_each_token_once(options: dict[str, Any]) -> None:
 
 def test_rolling_counts_are_those_of_the_text() -> None:
     """All parameters 0: every token has probability 1 / V."""
-    run = make_run('bpe', 'float32')
+    run = small_run('bpe', 'float32')
     run = run._replace(params=jax.tree.map(np.zeros_like, run.params))
     documents = [d[:2000] for d in corpus.split().validation[:4]]
     found = FbtLM(run, batch_size=16).loglikelihood_rolling(asked(*((d,) for d in documents)))
@@ -266,7 +254,7 @@ def test_rolling_counts_are_those_of_the_text() -> None:
 
 @pytest.mark.parametrize('options', [{'mode': 'standard'}, {'mode': 'fused', 'fused_passes': 2}])
 def test_texts_are_those_of_generate(options: dict[str, Any]) -> None:
-    run = make_run(dtype='float32')
+    run = small_run(dtype='float32')
     run.params['embedding'] = run.params['embedding'] * 3
     prompts = ['', 'It is', 'a truth', 'universally']  # of few sizes, so that few programs are compiled
     free = generate(run, prompts, max_tokens=16, **options)
@@ -282,7 +270,7 @@ def test_texts_are_those_of_generate(options: dict[str, Any]) -> None:
 
 
 def test_samples_of_a_prompt_differ_and_no_batch_size_changes_them() -> None:
-    run = make_run(dtype='float32')
+    run = small_run(dtype='float32')
     given = {'until': [], 'max_gen_toks': 12, 'do_sample': True, 'temperature': 1.0, 'top_p': 0.95, 'top_k': 50}
     requests = asked(*((prompt, given) for prompt in ('It is', 'a') for _ in range(4)))
     texts = FbtLM(run, mode='soft', batch_size=1).generate_until(requests)
@@ -295,7 +283,7 @@ def test_samples_of_a_prompt_differ_and_no_batch_size_changes_them() -> None:
 
 
 def test_a_prompt_that_is_too_long_loses_its_left_end() -> None:
-    run = make_run(dtype='float32')
+    run = small_run(dtype='float32')
     text = FbtLM(run).generate_until(asked(('a' * 60 + 'b' * 10, {'max_gen_toks': 38})))[0]
     assert generate(run, [[98] * 10], mode='standard', max_tokens=38).texts == [text]
     with pytest.raises(UserError, match='max_gen_toks = 48: leaves no room for a prompt in 48'):
@@ -309,7 +297,7 @@ def test_a_prompt_that_is_too_long_loses_its_left_end() -> None:
 
 def test_the_harness_stores_results(tmp_path: Path) -> None:
     """What it has stored it asks for no more, each kind of request under its own name."""
-    model = FbtLM(make_run(dtype='float32'))
+    model = FbtLM(small_run(dtype='float32'))
     cached = CachingLM(model, str(tmp_path / 'cache.db'))
     requests = {'loglikelihood': asked(*REQUESTS), 'loglikelihood_rolling': asked(('some text',))}
     requests['generate_until'] = asked(('a', {'until': ['b'], 'max_gen_toks': 5}))
@@ -334,11 +322,11 @@ def test_the_harness_stores_results(tmp_path: Path) -> None:
 )
 def test_a_wrong_argument_is_told(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        FbtLM(make_run(dtype='float32'), **arguments)
+        FbtLM(small_run(dtype='float32'), **arguments)
 
 
 def test_a_run_that_cannot_be_asked_is_told() -> None:
-    run = make_run(dtype='float32')
+    run = small_run(dtype='float32')
     with pytest.raises(UserError, match='not trained with feedback; only standard is possible'):
         FbtLM(run._replace(trained_feedback=False), mode='soft')
     with pytest.raises(UserError, match='has no tokenizer'):
@@ -359,7 +347,7 @@ def test_arguments_go_before_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(workdir: str, step: int | None) -> Run:
         loaded.append((workdir, step))
-        return make_run(dtype='float32')
+        return small_run(dtype='float32')
 
     monkeypatch.setattr(lm_eval_model, 'load_run', load)
     assert get_model('fbt') is FbtLM
@@ -374,7 +362,7 @@ def answers() -> list[Any]:
     found = []
     with jax.enable_x64(True):
         for mode in ('standard', 'fused', 'soft'):
-            model = FbtLM(make_run(), mode=mode, batch_size=3)
+            model = FbtLM(small_run(), mode=mode, batch_size=3)
             scores = [score for score, _ in model.loglikelihood(asked(*REQUESTS))]
             rolling = model.loglikelihood_rolling(asked(('some text ' * 12,)))
             found.append([scores, rolling, model.generate_until(asked(('a', {'max_gen_toks': 3})))])
@@ -431,7 +419,7 @@ def test_the_harness_runs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', str(tmp_path / 'datasets'))
-    run = make_run(dtype='float32')
+    run = small_run(dtype='float32')
     run = run._replace(config=Config(data=DataConfig(seq_len=256, batch_size=2), model=run.model.config))
     names = ['austen_next', 'austen_text', 'austen_write']
     manager = TaskManager(include_path=str(write_tasks(tmp_path / 'tasks')), include_defaults=False)

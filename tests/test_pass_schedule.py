@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbt_jax.config import PHASE_PRESETS, PassesConfig
+from fbt_jax.config import PassesConfig
+from fbt_jax.config_passes import PHASE_PRESETS
 from fbt_jax.errors import UserError
 from fbt_jax.training.pass_schedule import draw_branch, expected_passes
 
