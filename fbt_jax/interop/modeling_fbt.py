@@ -391,7 +391,7 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         if kwargs.get('cache_implementation') in ('static', 'paged'):
             raise ValueError(f'cache_implementation = {kwargs["cache_implementation"]!r}: {_GROWING}')
         given = next((kwargs[k] for k in ('cache', 'past_key_values') if kwargs.get(k) is not None), None)
-        if mode != 'standard' and given is not None and given.get_seq_length() > 0:
+        if mode == 'soft' and given is not None and given.get_seq_length() > 0:  # fused: `_require_passes`
             told = 'the state of its last position, which the next is fed with, is not in it'
             raise ValueError(f'mode = {mode!r}: goes on from no cache that was filled before; {told}')
         if mode != 'standard':
