@@ -378,8 +378,11 @@ def test_only_the_complaints_of_abandoned_reads_are_hidden(monkeypatch):
     with integrity.quiet_failures():
         Complains(RuntimeError('Event loop is closed'))
         Complains(ValueError('something else'))
-    Complains(RuntimeError('Event loop is closed'))
-    assert shown == ['something else', 'Event loop is closed']
+    Complains(RuntimeError('Event loop is closed'))  # a read that ends later than the error it is part of
+    Complains(RuntimeError('another'))
+    with integrity.quiet_failures():
+        Complains(RuntimeError('another'))
+    assert shown == ['something else', 'another', 'another']
 
 
 def test_relative_folder(workdir, monkeypatch):
