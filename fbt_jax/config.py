@@ -16,89 +16,9 @@ from typing import Any
 from ml_collections import config_dict
 
 from fbt_jax.config_data import DataConfig
+from fbt_jax.config_model import ModelConfig
 from fbt_jax.config_passes import PassesConfig
 from fbt_jax.errors import UserError, require
-
-FUSIONS = ('gated', 'add', 'concat', 'none')
-REMAT = ('nothing', 'dots', 'per_layer', 'per_pass', 'offload')
-ATTENTION = ('auto', 'plain', 'blockwise', 'splash')
-DTYPES = ('auto', 'bfloat16', 'float32', 'float64')
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The stack of method.md section 6. `vocab_size` None: the tokenizer's; `window` 0: full attention everywhere."""
-
-    vocab_size: int | None = None
-    width: int = 1536
-    num_layers: int = 24
-    num_heads: int = 16
-    num_kv_heads: int = 8
-    mlp_width: int = 6656
-    window: int = 2048
-    full_attention_every: int = 6
-    rope_theta: float = 10_000.0
-    fusion: str = 'gated'
-    dtype: str = 'auto'
-    attention: str = 'auto'
-    remat: str = 'per_layer'
-    fp32_gradient_reduction: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ('width', 'num_layers', 'num_heads', 'num_kv_heads', 'mlp_width', 'full_attention_every'):
-            require(getattr(self, name) >= 1, f'model.{name}', getattr(self, name), 'must be at least 1')
-        if self.vocab_size is not None:
-            require(self.vocab_size >= 2, 'model.vocab_size', self.vocab_size, 'must be at least 2')
-        require(
-            self.width % self.num_heads == 0,
-            'model.width',
-            self.width,
-            f'must be divisible by model.num_heads = {self.num_heads}; '
-            f'the nearest is {max(1, round(self.width / self.num_heads)) * self.num_heads}',
-        )
-        require(
-            self.head_dim % 2 == 0,
-            'model.width',
-            self.width,
-            f'gives heads of width {self.head_dim}, but RoPE needs an even one',
-        )
-        divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-        require(
-            self.num_kv_heads in divisors,
-            'model.num_kv_heads',
-            self.num_kv_heads,
-            f'must divide model.num_heads = {self.num_heads}: one of {", ".join(map(str, divisors))}',
-        )
-        require(self.window >= 0, 'model.window', self.window, 'must be 0 (full attention) or a number of keys')
-        require(
-            not self.window or self.num_layers % self.full_attention_every == 0,
-            'model.full_attention_every',
-            self.full_attention_every,
-            f'must divide model.num_layers = {self.num_layers} when model.window is set, '
-            'so that the last layer sees the whole context',
-        )
-        require(self.rope_theta > 0, 'model.rope_theta', self.rope_theta, 'must be positive')
-        require(self.fusion in FUSIONS, 'model.fusion', self.fusion, f'must be one of {", ".join(FUSIONS)}')
-        require(self.dtype in DTYPES, 'model.dtype', self.dtype, f'must be one of {", ".join(DTYPES)}')
-        require(
-            self.attention in ATTENTION, 'model.attention', self.attention, f'must be one of {", ".join(ATTENTION)}'
-        )
-        require(self.remat in REMAT, 'model.remat', self.remat, f'must be one of {", ".join(REMAT)}')
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.num_heads
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding matrix: the vocabulary, padded to a multiple of 128."""
-        assert self.vocab_size is not None, 'vocab_size is filled in by `resolve`'
-        return -(-self.vocab_size // 128) * 128
-
-    @property
-    def layer_windows(self) -> tuple[int, ...]:
-        """Keys that each layer sees, itself included; 0 = all. The last of every `full_attention_every` is full."""
-        return tuple(0 if (i + 1) % self.full_attention_every == 0 else self.window for i in range(self.num_layers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +129,7 @@ class Config:
 
     seed: int = 0
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     passes: PassesConfig = dataclasses.field(default_factory=PassesConfig)
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()

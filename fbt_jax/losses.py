@@ -63,7 +63,7 @@ def token_losses(
 
     Args:
       hidden_BTD: states after the final norm.
-      embedding_VD: the tied embedding, rows padded beyond `vocab_size`.
+      embedding_VD: the head's table (`head_table`), rows padded beyond `vocab_size`.
       targets_BT: int, in 0..vocab_size-1.
       chunks: in how many parts the vocabulary is taken; must divide V. Default: `chunk_count`.
     """

@@ -19,7 +19,8 @@ from flax import linen as nn
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fbt_jax.config import Config, MeshConfig, ModelConfig
+from fbt_jax.config import Config, MeshConfig
+from fbt_jax.config_model import ModelConfig
 from fbt_jax.errors import UserError
 
 MESH_AXES = ('data', 'fsdp', 'tensor', 'context')

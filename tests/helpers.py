@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import ModelConfig
+from fbt_jax.config_model import ModelConfig
 from fbt_jax.model.transformer import Transformer, init_params
 from fbt_jax.passes import MultiPass, Noise, multi_pass
 
@@ -69,9 +69,9 @@ def make_params(model: Transformer, seed: int = 0) -> Params:
 
     def leaf(path: Any, like: jax.ShapeDtypeStruct) -> Array:
         match path[-1].key:
-            case 'scale':
+            case 'scale' | 'bias':
                 return rng.uniform(0.5, 1.5, like.shape).astype(dtype)
-            case 'embedding':
+            case 'embedding' | 'head':
                 return (rng.normal(size=like.shape) * like.shape[-1] ** -0.5).astype(dtype)
         return (rng.normal(size=like.shape) * like.shape[-2] ** -0.5).astype(dtype)
 
@@ -79,15 +79,16 @@ def make_params(model: Transformer, seed: int = 0) -> Params:
 
 
 def flat_params(params: Params) -> Params:
-    """The reference's tree: `kernel` and `scale` leaves pulled up to their module's name, in float64."""
-    return {
-        name: np.asarray(value, np.float64)
-        if not isinstance(value, dict)
-        else np.asarray(next(iter(value.values())), np.float64)
-        if set(value) in ({'kernel'}, {'scale'})
-        else flat_params(value)
-        for name, value in params.items()
-    }
+    """The reference's tree: `kernel`, `scale` and `bias` leaves go by their module's name (`..._bias`), in float64."""
+    flat: Params = {}
+    for name, value in params.items():
+        if not isinstance(value, dict):
+            flat[name] = np.asarray(value, np.float64)
+        elif set(value) <= {'kernel', 'scale', 'bias'}:
+            flat |= {name + '_bias' * (k == 'bias'): np.asarray(leaf, np.float64) for k, leaf in value.items()}
+        else:
+            flat[name] = flat_params(value)
+    return flat
 
 
 def make_batch(lengths: tuple[tuple[int, ...], ...] = LENGTHS, seq_len: int = SEQ_LEN, seed: int = 1) -> Batch:

@@ -13,30 +13,28 @@ import numpy as np
 
 if TYPE_CHECKING:
     from fbt_jax.batch import Batch
-    from fbt_jax.config import ModelConfig
+    from fbt_jax.config_model import ModelConfig
 
 Array = np.ndarray
 Params = dict[str, Any]
-
-EPSILON = 1e-6
 
 
 def sigmoid(x: Array) -> Array:
     return (1 + np.tanh(x / 2)) / 2
 
 
-def rms_norm(x: Array, scale: Array) -> Array:
-    """g * x / sqrt(mean(x^2) + 1e-6) over the last axis, in at least float32."""
+def rms_norm(x: Array, scale: Array, epsilon: float = 1e-6) -> Array:
+    """g * x / sqrt(mean(x^2) + epsilon) over the last axis, in at least float32."""
     wide = x.astype(np.promote_types(x.dtype, np.float32))
-    return (scale * wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + EPSILON)).astype(x.dtype)
+    return (scale * wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
 
 
-def rope(x_BTH: Array, positions_BT: Array, theta: float) -> Array:
-    """Turns each plane (i, i + H/2) by the angle position * theta^(-2i / H)."""
+def rope(x_BTH: Array, positions_BT: Array, theta: float, scaling: tuple[float, ...] = ()) -> Array:
+    """Turns each plane (i, i + H/2) by the angle position * theta^(-2i / H), or that divided by scaling's factor."""
     half = x_BTH.shape[-1] // 2
     turned_BTH = np.empty_like(x_BTH)
     for i in range(half):
-        angle_BT = positions_BT * theta ** (-2 * i / x_BTH.shape[-1])
+        angle_BT = positions_BT * theta ** (-2 * i / x_BTH.shape[-1]) / (scaling[0] if scaling else 1)
         cos_BT, sin_BT = np.cos(angle_BT).astype(x_BTH.dtype), np.sin(angle_BT).astype(x_BTH.dtype)
         turned_BTH[..., i] = cos_BT * x_BTH[..., i] - sin_BT * x_BTH[..., i + half]
         turned_BTH[..., i + half] = sin_BT * x_BTH[..., i] + cos_BT * x_BTH[..., i + half]
@@ -48,21 +46,26 @@ def visible_keys(t: int, segment_ids_T: Array, window: int) -> list[int]:
     return [s for s in range(t + 1) if segment_ids_T[s] == segment_ids_T[t] and (window == 0 or s >= t - window + 1)]
 
 
+def linear(layer: Params, name: str, x: Array) -> Array:
+    return x @ layer[name] + layer.get(f'{name}_bias', 0)
+
+
 def attention(
     layer: Params, model_config: 'ModelConfig', y_BTD: Array, positions_BT: Array, segment_ids_BT: Array, window: int
 ) -> Array:
-    num_heads, width = model_config.num_heads, model_config.head_dim
-    group = num_heads // model_config.num_kv_heads
-    gate_BTN = sigmoid(y_BTD @ layer['head_gate'])
+    c = model_config
+    num_heads, width = c.num_heads, c.head_dim
+    group = num_heads // c.num_kv_heads
+    q_BTn, k_BTm, v_BTm = (linear(layer, name, y_BTD) for name in ('query', 'key', 'value'))
     heads = []
     for n in range(num_heads):
         m = n // group
         query_columns, key_columns = slice(n * width, (n + 1) * width), slice(m * width, (m + 1) * width)
-        q_BTH = rms_norm(y_BTD @ layer['query'][:, query_columns], layer['query_norm'])
-        k_BTH = rms_norm(y_BTD @ layer['key'][:, key_columns], layer['key_norm'])
-        v_BTH = y_BTD @ layer['value'][:, key_columns]
-        q_BTH = rope(q_BTH, positions_BT, model_config.rope_theta)
-        k_BTH = rope(k_BTH, positions_BT, model_config.rope_theta)
+        q_BTH, k_BTH, v_BTH = q_BTn[..., query_columns], k_BTm[..., key_columns], v_BTm[..., key_columns]
+        if c.qk_norm:
+            q_BTH = rms_norm(q_BTH, layer['query_norm'], c.norm_epsilon)
+            k_BTH = rms_norm(k_BTH, layer['key_norm'], c.norm_epsilon)
+        q_BTH, k_BTH = (rope(x, positions_BT, c.rope_theta, c.rope_scaling) for x in (q_BTH, k_BTH))
         head_BTH = np.empty_like(v_BTH)
         for b, t in np.ndindex(positions_BT.shape):
             keys = visible_keys(t, segment_ids_BT[b], window)
@@ -70,18 +73,17 @@ def attention(
             probabilities = np.exp(scores - np.max(scores))
             probabilities /= np.sum(probabilities)
             head_BTH[b, t] = probabilities @ v_BTH[b, keys]
-        heads.append(head_BTH * gate_BTN[..., n : n + 1])
-    return np.concatenate(heads, axis=-1) @ layer['output']
+        heads.append(head_BTH * sigmoid(y_BTD @ layer['head_gate'][:, n : n + 1]) if c.head_gate else head_BTH)
+    return linear(layer, 'output', np.concatenate(heads, axis=-1))
 
 
 def mlp(layer: Params, y_BTD: Array) -> Array:
-    gate_BTF = y_BTD @ layer['mlp_gate']
-    return (gate_BTF * sigmoid(gate_BTF) * (y_BTD @ layer['mlp_up'])) @ layer['mlp_down']
+    gate_BTF = linear(layer, 'mlp_gate', y_BTD)
+    return linear(layer, 'mlp_down', gate_BTF * sigmoid(gate_BTF) * linear(layer, 'mlp_up', y_BTD))
 
 
-def fuse(params: Params, fusion: str, embedded_BTD: Array, prev_BTD: Array) -> Array:
-    """Equation 4 and its ablations, before the norm of the stack's input."""
-    token_BTD = rms_norm(embedded_BTD, params['input_norm'])
+def fuse(params: Params, fusion: str, token_BTD: Array, prev_BTD: Array) -> Array:
+    """Equation 4 and its ablations, of normed embeddings, before the norm of the stack's input."""
     if fusion == 'gated':
         return (prev_BTD @ params['fusion']['state']) * sigmoid(token_BTD @ params['fusion']['gate'])
     if fusion == 'add':
@@ -104,25 +106,36 @@ def states(
 
     `prev_BTD` are the previous pass's states, shifted by one (and jittered); they are read where `plain_BT` is False.
     """
-    u_BTD = params['embedding'][tokens_BT]
+    c = model_config
+
+    def input_norm(x: Array) -> Array:
+        return rms_norm(x, params['input_norm'], c.norm_epsilon)
+
+    embedded_BTD = params['embedding'][tokens_BT]
+    x_BTD = input_norm(embedded_BTD) if c.input_norm == 'all' else embedded_BTD
     if not np.all(plain_BT):
-        u_BTD = np.where(plain_BT[..., None], u_BTD, fuse(params, model_config.fusion, u_BTD, prev_BTD))
-    x_BTD = rms_norm(u_BTD, params['input_norm'])
-    branch_scale = 1 / math.sqrt(model_config.num_layers)
-    for i in range(model_config.num_layers):
+        fused_BTD = fuse(params, c.fusion, input_norm(embedded_BTD), prev_BTD)
+        x_BTD = np.where(plain_BT[..., None], x_BTD, input_norm(fused_BTD))
+    branch_scale = 1 / math.sqrt(c.num_layers) if c.depth_scaling else 1
+
+    def add(x_BTD: Array, branch_BTD: Array, layer: Params, norm: str) -> Array:
+        return x_BTD + branch_scale * (
+            rms_norm(branch_BTD, layer[norm], c.norm_epsilon) if c.post_norms else branch_BTD
+        )
+
+    for i in range(c.num_layers):
         layer = {name: stacked[i] for name, stacked in params['layers'].items()}
-        window = model_config.layer_windows[i]
-        y_BTD = rms_norm(x_BTD, layer['attention_norm'])
-        y_BTD = attention(layer, model_config, y_BTD, positions_BT, segment_ids_BT, window)
-        x_BTD = x_BTD + branch_scale * rms_norm(y_BTD, layer['attention_post_norm'])
-        y_BTD = mlp(layer, rms_norm(x_BTD, layer['mlp_norm']))
-        x_BTD = x_BTD + branch_scale * rms_norm(y_BTD, layer['mlp_post_norm'])
-    return rms_norm(x_BTD, params['final_norm'])
+        y_BTD = rms_norm(x_BTD, layer['attention_norm'], c.norm_epsilon)
+        y_BTD = attention(layer, c, y_BTD, positions_BT, segment_ids_BT, c.layer_windows[i])
+        x_BTD = add(x_BTD, y_BTD, layer, 'attention_post_norm')
+        y_BTD = mlp(layer, rms_norm(x_BTD, layer['mlp_norm'], c.norm_epsilon))
+        x_BTD = add(x_BTD, y_BTD, layer, 'mlp_post_norm')
+    return rms_norm(x_BTD, params['final_norm'], c.norm_epsilon)
 
 
 def _log_probs_and_log_z(params: Params, model_config: 'ModelConfig', hidden: Array) -> tuple[Array, Array]:
     assert model_config.vocab_size is not None
-    logits = hidden @ params['embedding'].T
+    logits = hidden @ (params['embedding'] if model_config.tied_embedding else params['head']).T
     logits[..., model_config.vocab_size :] = -np.inf
     top = np.max(logits, axis=-1, keepdims=True)
     log_z = top + np.log(np.sum(np.exp(logits - top), axis=-1, keepdims=True))

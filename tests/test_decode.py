@@ -12,7 +12,7 @@ import pytest
 from helpers import apply, float64, make_model, make_params, quick_jit, run_passes, sequential_states
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import ModelConfig
+from fbt_jax.config_model import ModelConfig
 from fbt_jax.inference.decode import Decoding, advance, begin, read_prompts
 from fbt_jax.inference.sampling import Sampling
 from fbt_jax.model import kv_cache

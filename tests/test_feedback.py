@@ -13,7 +13,7 @@ import pytest
 import reference
 from helpers import apply, flat_params, float64, make_batch, make_model, make_params
 
-from fbt_jax.config import FUSIONS, ModelConfig
+from fbt_jax.config_model import FUSIONS, ModelConfig
 from fbt_jax.model.feedback import Fusion
 from fbt_jax.model.transformer import dense, init_params
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import pytest
 
-from fbt_jax.config import ModelConfig
+from fbt_jax.config_model import ModelConfig
 from fbt_jax.model.transformer import Transformer, init_params
 from fbt_jax.training import flops
 

@@ -14,7 +14,7 @@ import pytest
 import reference
 from helpers import SEQ_LEN, apply, flat_params, float64, make_batch, make_model, make_params
 
-from fbt_jax.config import ModelConfig
+from fbt_jax.config_model import ModelConfig
 from fbt_jax.model.attention import attention
 from fbt_jax.model.transformer import Transformer, init_params
 
@@ -32,6 +32,22 @@ MODELS: dict[str, dict[str, Any]] = {
         'fusion': 'concat',
     },
     'window 1, one head of 32': {'width': 32, 'num_heads': 1, 'num_kv_heads': 1, 'window': 1, 'rope_theta': 1e4},
+    'of a Llama': {
+        'head_gate': False,
+        'qk_norm': False,
+        'post_norms': False,
+        'depth_scaling': False,
+        'tied_embedding': False,
+        'input_norm': 'fused',
+        'norm_epsilon': 0.1,
+        'rope_scaling': (3.0,),
+    },
+    'wide heads, biases': {
+        'attention_head_dim': 6,
+        'biases': ('query', 'key', 'value', 'output', 'mlp_gate', 'mlp_up', 'mlp_down'),
+        'input_norm': 'fused',
+        'fusion': 'add',
+    },
     'rematerialised': {'remat': 'per_layer', 'mlp_width': 40},
 }
 

@@ -29,6 +29,14 @@ def make_config(fusion: str = 'gated', layer_windows: tuple[int, ...] = (3, 0), 
         rope_theta=100.0,
         fusion=fusion,
         layer_windows=layer_windows,
+        head_gate=True,
+        qk_norm=True,
+        post_norms=True,
+        depth_scaling=True,
+        tied_embedding=True,
+        input_norm='all',
+        norm_epsilon=1e-6,
+        rope_scaling=(),
     )
 
 
@@ -223,7 +231,8 @@ def test_a_single_token_in_closed_form() -> None:
 
 def test_scores_are_divided_by_the_root_of_the_head_width() -> None:
     """Two orthogonal tokens, normed to length sqrt(H): scores 0 and sqrt(H), weights 1 : e^sqrt(H), gates 1/2."""
-    config: Any = types.SimpleNamespace(num_heads=1, num_kv_heads=1, head_dim=4, rope_theta=100.0)
+    config = make_config(num_kv_heads=1)
+    config.num_heads = 1
     layer: dict[str, Array] = {name: np.eye(4) for name in ('query', 'key', 'value', 'output')}
     layer |= {'query_norm': np.ones(4), 'key_norm': np.ones(4), 'head_gate': np.zeros((4, 1))}
     y_BTD = np.eye(4)[None, :2]

@@ -19,6 +19,7 @@ import numpy as np
 from fbt_jax.batch import Batch
 from fbt_jax.errors import UserError
 from fbt_jax.losses import token_losses
+from fbt_jax.model.transformer import head_table
 from fbt_jax.passes import multi_pass
 from fbt_jax.sharding import replicated
 
@@ -89,7 +90,7 @@ def make_eval_step(
             return jnp.zeros(seq_len, values_BT.dtype).at[batch.positions].add(jnp.where(counted_BT, values_BT, 0.0))
 
         def per_pass(hidden_BTD: jax.Array, last_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            losses = token_losses(hidden_BTD, params['embedding'], batch.targets, vocab_size=model.config.vocab_size)
+            losses = token_losses(hidden_BTD, head_table(params), batch.targets, vocab_size=model.config.vocab_size)
             update_BTD = (hidden_BTD - last_BTD).astype(jnp.promote_types(hidden_BTD.dtype, jnp.float32))
             return (
                 by_position(losses.nll_BT),

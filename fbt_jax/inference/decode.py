@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fbt_jax.batch import Batch
 from fbt_jax.inference.sampling import Sampling, choose
 from fbt_jax.model import kv_cache
-from fbt_jax.model.transformer import Transformer, compute_dtype, logits
+from fbt_jax.model.transformer import Transformer, compute_dtype, head_table, logits
 from fbt_jax.passes import prefill
 from fbt_jax.sharding import constrain
 
@@ -155,7 +155,7 @@ def _choose(
 ) -> Decoding:
     """`state` with the token that its hidden states choose."""
     vocab_size: Any = model.config.vocab_size
-    logits_BV = logits(state.hidden_BD, params['embedding'], vocab_size=vocab_size)
+    logits_BV = logits(state.hidden_BD, head_table(params), vocab_size=vocab_size)
     token_B, log_prob_B = choose(logits_BV, sampling, kind=kind, key=key, rows_B=rows_B, step=state.steps)
     return state._replace(
         token_B=token_B,

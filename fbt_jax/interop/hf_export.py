@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbt_jax.batch import Batch
-from fbt_jax.config import ModelConfig
+from fbt_jax.config_model import ModelConfig
 from fbt_jax.data import corpus, open_data
 from fbt_jax.errors import UserError, require
 from fbt_jax.interop.hf_card import model_card
 from fbt_jax.interop.hf_tokenizer import tokenizer_files
-from fbt_jax.model.transformer import Transformer, logits
+from fbt_jax.model.transformer import Transformer, head_table, logits
 from fbt_jax.passes import multi_pass
 
 NEEDED = ('torch', 'transformers', 'safetensors')
@@ -249,7 +249,7 @@ def run_logits(
 
         def chosen(params: Any, batch: Batch) -> jax.Array:
             def per_pass(hidden_BTD: jax.Array, _: jax.Array) -> jax.Array:
-                return logits(hidden_BTD[:, places_P], params['embedding'], vocab_size=config.vocab_size or 0)
+                return logits(hidden_BTD[:, places_P], head_table(params), vocab_size=config.vocab_size or 0)
 
             return multi_pass(model, params, batch, num_passes=num_passes, per_pass=per_pass).yields
 

@@ -31,6 +31,7 @@ from fbt_jax.errors import UserError, require
 from fbt_jax.inference.decode import MODES, read_prompts
 from fbt_jax.inference.generate import LEAST, generate, padded_rows, rounded
 from fbt_jax.losses import TokenLosses, token_losses
+from fbt_jax.model.transformer import head_table
 from fbt_jax.passes import multi_pass
 from fbt_jax.sharding import constrain, replicated
 from fbt_jax.training.run_folder import Run, load_run, spread
@@ -366,7 +367,7 @@ def score_soft(
 def _losses(model: Any, params: Any, hidden_BND: jax.Array, continuation_BN: jax.Array) -> TokenLosses:
     hidden_BND = constrain(hidden_BND, 'batch', 'length', 'state')
     vocab_size = model.config.vocab_size
-    return replicated(token_losses(hidden_BND, params['embedding'], continuation_BN, vocab_size=vocab_size))
+    return replicated(token_losses(hidden_BND, head_table(params), continuation_BN, vocab_size=vocab_size))
 
 
 def _is_int(value: Any, least: int) -> bool:

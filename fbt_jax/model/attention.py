@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
-from fbt_jax.config import ATTENTION
+from fbt_jax.config_model import ATTENTION
 from fbt_jax.errors import UserError
 from fbt_jax.model import flash, splash
 from fbt_jax.sharding import RULES, axis_size, current_mesh, mesh_axes
@@ -29,11 +30,28 @@ from fbt_jax.sharding import RULES, axis_size, current_mesh, mesh_axes
 ONE_BLOCK = 64  # up to this length 'blockwise' is computed as 'plain': loops of one turn only cost time
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, *, theta: float) -> jax.Array:
-    """Rotates each pair (i, i + H/2) by positions * theta^(-2i/H) radians, in float32 at least; keeps x's dtype."""
-    half = x_BTNH.shape[-1] // 2
+def rope_frequencies(half: int, *, theta: float, scaling: tuple[float, ...] = ()) -> np.ndarray:
+    """Radians a position, (H/2,) float64: theta^(-2i/H), then scaled.
+
+    (factor,): all divided by it. (factor, low, high, length), Llama 3.1's: those that turn fewer than `low` times
+    within `length` positions are divided by factor, those that turn more than `high` times are kept, and between them
+    the share that is kept grows linearly with the number of turns.
+    """
+    frequency_h = theta ** (-np.arange(half) / half)
+    if not scaling:
+        return frequency_h
+    factor, *band = scaling
+    kept_h: Any = 0.0
+    if band:
+        low, high, length = band
+        kept_h = np.clip((length * frequency_h / (2 * np.pi) - low) / (high - low), 0, 1)
+    return frequency_h * (kept_h + (1 - kept_h) / factor)
+
+
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, *, theta: float, scaling: tuple[float, ...] = ()) -> jax.Array:
+    """Rotates each pair (i, i + H/2) by positions * frequency_i radians, in float32 at least; keeps x's dtype."""
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
-    frequency_h = theta ** (-jnp.arange(half, dtype=dtype) / half)
+    frequency_h = jnp.asarray(rope_frequencies(x_BTNH.shape[-1] // 2, theta=theta, scaling=scaling), dtype)
     angle_BT1h = positions_BT[:, :, None, None].astype(dtype) * frequency_h
     cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
     first, second = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
@@ -77,7 +95,7 @@ def attention(
       q_BTNH, k_BSMH, v_BSMH: queries, keys, values; one dtype, S = T. Query head n reads key head n // (N/M).
       segment_ids_BT: int, the document of each position; equal ids are neighbours. Padding (0) is a document too.
       window: how many keys a position sees, itself included; 0: all.
-      implementation: one of config.ATTENTION. 'auto' goes by the default backend, see `resolve_implementation`.
+      implementation: one of config_model.ATTENTION. 'auto' goes by the default backend, see `resolve_implementation`.
       interpret: run the splash kernel in Pallas' interpreter, on any platform: for tests.
 
     Returns:

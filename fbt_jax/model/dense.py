@@ -1,4 +1,4 @@
-"""The linear layers of the stack: y = x W, W (in, out) kept in float32 at least and split over the mesh, in `dtype`.
+"""The linear layers of the stack: y = x W (+ b), W (in, out) kept in float32 at least and split over the mesh.
 
 The collectives are written out, forward and backward, because XLA's partitioner would sum a split matrix's gradient
 over all devices whole and then slice it (seen in the program for TPU v5e 8x8). The side of W that `embed` splits is
@@ -24,17 +24,22 @@ Axes = tuple[str, str]
 
 
 class Kernel(nn.Module):
-    """The matrix W alone, (in, out), normal with std fan_in^-1/2; `axes` are its logical axes."""
+    """The matrix W, (in, out), normal with std fan_in^-1/2; `axes` are its logical axes. The bias (out,), of zeros."""
 
     shape: tuple[int, int]
     axes: Axes
     dtype: jnp.dtype
+    with_bias: bool
 
     @nn.compact
-    def __call__(self) -> jax.Array:
+    def __call__(self) -> tuple[jax.Array, jax.Array | None]:
         initializer = nn.with_logical_partitioning(nn.initializers.variance_scaling(1.0, 'fan_in', 'normal'), self.axes)
         kernel: Any = self.param('kernel', initializer, self.shape, self.dtype)
-        return kernel
+        if not self.with_bias:
+            return kernel, None
+        zeros = nn.with_logical_partitioning(nn.initializers.zeros, ('norm',))
+        bias: Any = self.param('bias', zeros, self.shape[1:], self.dtype)
+        return kernel, bias
 
 
 def products(

@@ -2,10 +2,11 @@
 
     x = n(u);  per layer:  x += L^-1/2 n_post(attn(n_pre(x)));  x += L^-1/2 n_post'(mlp(n_pre'(x)));  h = n_final(x)
 
-(method.md section 6). Shapes: B rows, T positions, D width, N query heads, M key/value heads, H head width, F MLP
-width, V padded vocabulary, L layers. Parameters are float32 (float64 if asked); norms, softmax and RoPE run in
-promote_types(dtype, float32). Given a cache (kv_cache.py) the same function reads prompts and decodes. How many passes
-there are and which positions are plain is decided outside, in `passes.py`.
+(method.md section 6; the config may leave parts out, see config_model.py). Shapes: B rows, T positions, D width, N
+query heads, M key/value heads, H head width, F MLP width, V padded vocabulary, L layers. Parameters are float32
+(float64 if asked); norms, softmax and RoPE run in promote_types(dtype, float32). Given a cache (kv_cache.py) the same
+function reads prompts and decodes. How many passes there are and which positions are plain is decided outside, in
+`passes.py`.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fbt_jax.config import ModelConfig
+from fbt_jax.config_model import ModelConfig
 from fbt_jax.errors import UserError
 from fbt_jax.model import kv_cache
 from fbt_jax.model.attention import attention, resolve_implementation, rope
@@ -65,25 +66,29 @@ def param_dtype(config: ModelConfig) -> jnp.dtype:
     return jnp.promote_types(compute_dtype(config), jnp.float32)
 
 
-def _norm(config: ModelConfig, name: str) -> nn.RMSNorm:
+def _norm(config: ModelConfig, name: str, gain: float = 1.0) -> nn.RMSNorm:
     return nn.RMSNorm(
-        epsilon=1e-6,
+        epsilon=config.norm_epsilon,
         dtype=compute_dtype(config),
         param_dtype=param_dtype(config),
-        scale_init=nn.with_logical_partitioning(nn.initializers.ones, ('norm',)),
+        scale_init=nn.with_logical_partitioning(nn.initializers.constant(gain), ('norm',)),
         name=name,
     )
 
 
 def dense(config: ModelConfig, x_BTi: jax.Array, **outputs: tuple[int, Axes]) -> list[jax.Array]:
-    """x W for several W, given by name as (outputs, logical axes); each is a parameter `name/kernel`."""
-    kernels = tuple(
-        Kernel((x_BTi.shape[-1], features), axes, param_dtype(config), name=name)()
-        for name, (features, axes) in outputs.items()
+    """x W (+ b) for several W, given by name as (outputs, logical axes); parameters `name/kernel` and `name/bias`."""
+    kernels, biases = zip(
+        *(
+            Kernel((x_BTi.shape[-1], features), axes, param_dtype(config), name in config.biases, name=name)()
+            for name, (features, axes) in outputs.items()
+        ),
+        strict=True,
     )
     axes = tuple(axes for _, axes in outputs.values())
     x_BTi = x_BTi.astype(compute_dtype(config))
     ys = products(x_BTi, kernels, axes, fp32_gradient_reduction=config.fp32_gradient_reduction)
+    ys = tuple(y if b is None else y + b.astype(y.dtype) for y, b in zip(ys, biases, strict=True))
     return [checkpoint_name(y, PRODUCT) for y in ys]
 
 
@@ -102,7 +107,6 @@ class Block(nn.Module):
         cache: Part | None = None,
     ) -> tuple[jax.Array, Part | None]:
         """The states after the layer, and its cache with these positions. Given one, `windowed` must be static."""
-        scale = self.config.num_layers**-0.5
         branch_BTD, cache = self._attention(
             _norm(self.config, 'attention_norm')(x_BTD),
             windowed=windowed,
@@ -110,9 +114,15 @@ class Block(nn.Module):
             segment_ids_BT=segment_ids_BT,
             cache=cache,
         )
-        x_BTD = _state(x_BTD + scale * _norm(self.config, 'attention_post_norm')(branch_BTD))
+        x_BTD = self._add(x_BTD, branch_BTD, 'attention_post_norm')
         branch_BTD = self._mlp(_norm(self.config, 'mlp_norm')(x_BTD))
-        return _state(x_BTD + scale * _norm(self.config, 'mlp_post_norm')(branch_BTD)), cache
+        return self._add(x_BTD, branch_BTD, 'mlp_post_norm'), cache
+
+    def _add(self, x_BTD: jax.Array, branch_BTD: jax.Array, norm: str) -> jax.Array:
+        c = self.config
+        if c.post_norms:
+            branch_BTD = _norm(c, norm)(branch_BTD)
+        return _state(x_BTD + (c.num_layers**-0.5 * branch_BTD if c.depth_scaling else branch_BTD))
 
     def _attention(
         self,
@@ -127,19 +137,17 @@ class Block(nn.Module):
         heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
         lead = y_BTD.shape[:2]
         kv = (c.num_kv_heads * c.head_dim, ('embed', 'kv_heads'))
-        q_BTD, k_BTm, v_BTm, gate_BTN = dense(
-            c,
-            y_BTD,
-            query=(c.width, ('embed', 'heads')),
-            key=kv,
-            value=kv,
-            head_gate=(c.num_heads, ('embed', 'heads')),
-        )
-        q_BTNH = q_BTD.reshape(*lead, *heads)
+        outputs = {'query': (c.attention_width, ('embed', 'heads')), 'key': kv, 'value': kv}
+        if c.head_gate:
+            outputs['head_gate'] = (c.num_heads, ('embed', 'heads'))
+        q_BTn, k_BTm, v_BTm, *gates_BTN = dense(c, y_BTD, **outputs)
+        q_BTNH = q_BTn.reshape(*lead, *heads)
         k_BTMH, v_BTMH = (x_BTm.reshape(*lead, *kv_heads) for x_BTm in (k_BTm, v_BTm))
-        rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
+        if c.qk_norm:
+            q_BTNH, k_BTMH = _norm(c, 'query_norm')(q_BTNH), _norm(c, 'key_norm')(k_BTMH)
+        rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta, scaling=c.rope_scaling)
         attend = partial(attention, segment_ids_BT=segment_ids_BT, implementation=c.attention)
-        qkv = rotate(_norm(c, 'query_norm')(q_BTNH)), rotate(_norm(c, 'key_norm')(k_BTMH)), v_BTMH
+        qkv = rotate(q_BTNH), rotate(k_BTMH), v_BTMH
         if cache is not None:
             window = c.window if windowed else 0
             out_BTNH, cache = self._cached_attention(*qkv, positions_BT, segment_ids_BT, cache, window)
@@ -148,9 +156,10 @@ class Block(nn.Module):
         else:
             # A conditional, because the kernels take no traced window.
             out_BTNH = jax.lax.cond(windowed, partial(attend, window=c.window), partial(attend, window=0), *qkv)
-        gated_BTNH = out_BTNH * nn.sigmoid(gate_BTN)[..., None]
-        gated_BTD = constrain(gated_BTNH.reshape(*lead, c.width), 'batch', 'length', 'heads')
-        return dense(c, gated_BTD, output=(c.width, ('heads', 'embed')))[0], cache
+        if c.head_gate:
+            out_BTNH = out_BTNH * nn.sigmoid(gates_BTN[0])[..., None]
+        out_BTn = constrain(out_BTNH.reshape(*lead, c.attention_width), 'batch', 'length', 'heads')
+        return dense(c, out_BTn, output=(c.width, ('heads', 'embed')))[0], cache
 
     def _cached_attention(
         self,
@@ -224,15 +233,20 @@ class Transformer(nn.Module):
             segment_ids_BT = jnp.ones_like(tokens_BT)
 
         initializer = nn.with_logical_partitioning(nn.initializers.normal(c.width**-0.5), ('vocab', 'embed'))
-        embedding_VD: jax.Array = self.param(  # type: ignore[assignment]
-            'embedding', initializer, (c.padded_vocab_size, c.width), param_dtype(c)
-        )
-        input_norm = _norm(c, 'input_norm')
-        x_BTD = input_norm(_state(look_up(embedding_VD, tokens_BT, dtype=compute_dtype(c))))
+        table = (c.padded_vocab_size, c.width), param_dtype(c)
+        embedding_VD: Any = self.param('embedding', initializer, *table)
+        if not c.tied_embedding:
+            self.param('head', initializer, *table)  # see `head_table`
+        # The gain at which a fused input is as large as those that no norm scales: the RMS of the embeddings.
+        input_norm = _norm(c, 'input_norm', gain=1.0 if c.input_norm == 'all' else c.width**-0.5)
+        x_BTD = _state(look_up(embedding_VD, tokens_BT, dtype=compute_dtype(c)))
+        if c.input_norm == 'all':
+            x_BTD = input_norm(x_BTD)
         if prev_BTD is not None:
             if plain_BT is None:
                 plain_BT = positions_BT == 0
-            fused_BTD = Fusion(c.fusion, partial(dense, c), name='fusion')(x_BTD, prev_BTD.astype(x_BTD.dtype))
+            gate_input_BTD = x_BTD if c.input_norm == 'all' else input_norm(x_BTD)
+            fused_BTD = Fusion(c.fusion, partial(dense, c), name='fusion')(gate_input_BTD, prev_BTD.astype(x_BTD.dtype))
             x_BTD = _state(jnp.where(plain_BT[..., None], x_BTD, input_norm(_state(fused_BTD))))
 
         if cache is not None:
@@ -303,10 +317,13 @@ def _init_boxed(model: Transformer, key: jax.Array) -> dict:
     return model.init(key, tokens_BT, prev_BTD)['params']
 
 
-def logits(hidden_BTD: jax.Array, embedding_VD: jax.Array, *, vocab_size: int) -> jax.Array:
+def head_table(params: Any) -> jax.Array:
+    """(V, D), the rows that states are compared with: the embedding matrix where the two are tied."""
+    return params.get('head', params['embedding'])
+
+
+def logits(hidden_BTD: jax.Array, head_VD: jax.Array, *, vocab_size: int) -> jax.Array:
     """h E^T, (..., T, V) in promote_types(dtype, float32); entries that only pad the vocabulary are MASKED_LOGIT."""
     dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
-    logits_BTV = jnp.einsum(
-        '...d,vd->...v', hidden_BTD, embedding_VD.astype(hidden_BTD.dtype), preferred_element_type=dtype
-    )
-    return jnp.where(jnp.arange(embedding_VD.shape[0]) < vocab_size, logits_BTV, MASKED_LOGIT)
+    logits_BTV = jnp.einsum('...d,vd->...v', hidden_BTD, head_VD.astype(hidden_BTD.dtype), preferred_element_type=dtype)
+    return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BTV, MASKED_LOGIT)

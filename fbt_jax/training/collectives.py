@@ -176,7 +176,8 @@ def on_paper(config: Config, mesh: dict[str, int], *, passes: int, element_bytes
     total: dict[str, float] = dict.fromkeys(KINDS, 0.0)
 
     kv_width = m.num_kv_heads * m.head_dim
-    layer = 2 * m.width**2 + 2 * m.width * kv_width + 3 * m.width * m.mlp_width + m.width * m.num_heads
+    gates = m.num_heads if m.head_gate else 0
+    layer = m.width * (2 * m.attention_width + 2 * kv_width + 3 * m.mlp_width + gates)
     fusion = {'gated': 2, 'add': 1, 'concat': 2, 'none': 0}[m.fusion] * m.width**2 if passes > 1 else 0
     matrices = (m.num_layers * layer + fusion) / tensor
     table = m.padded_vocab_size * m.width / tensor
@@ -221,7 +222,7 @@ class Stack(NamedTuple):
 def newton_schulz_stacks(config: Config, passes: int) -> list[Stack]:
     m = config.model
     kv_width = m.num_kv_heads * m.head_dim
-    layers = [(m.width, m.width)] * 2 + [(m.width, kv_width)] * 2 + [(m.width, m.mlp_width)] * 3
+    layers = [(m.width, m.attention_width)] * 2 + [(m.width, kv_width)] * 2 + [(m.width, m.mlp_width)] * 3
     fusion = {'gated': [(m.width, m.width)] * 2, 'add': [(m.width, m.width)], 'concat': [(2 * m.width, m.width)]}
     sizes = Counter((min(s), max(s)) for s in layers)
     stacks = [Stack(n * m.num_layers, *size) for size, n in sizes.items()]

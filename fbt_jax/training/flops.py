@@ -8,14 +8,15 @@ row.
 
 import jax
 
-from fbt_jax.config import ModelConfig
+from fbt_jax.config_model import ModelConfig
 from fbt_jax.training.chips import chip_of
 
 
 def forward_flops(config: ModelConfig, *, seq_len: int, fused: bool) -> float:
     """FLOPs per token of one forward pass with the LM head; `fused` adds the feedback map."""
     c = config
-    projections = c.width * (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.width * c.num_heads
+    gates = c.num_heads if c.head_gate else 0
+    projections = c.width * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + gates)
     mlp = 3 * c.width * c.mlp_width
     attention = sum(2 * c.num_heads * c.head_dim * _mean_keys(seq_len, window) for window in c.layer_windows)
     head = c.width * c.padded_vocab_size

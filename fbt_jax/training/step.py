@@ -21,6 +21,7 @@ import optax
 from fbt_jax.batch import Batch
 from fbt_jax.config import Config
 from fbt_jax.losses import LossSums, loss_sums, token_losses
+from fbt_jax.model.transformer import head_table
 from fbt_jax.passes import Noise, multi_pass, step_key
 from fbt_jax.training.optimizer import decay_start, learning_rate_schedules
 from fbt_jax.training.pass_schedule import draw_branch
@@ -69,7 +70,7 @@ def batch_gradients(
 
     def objective(params: Any, micro: Batch, rows_B: jax.Array) -> tuple[jax.Array, LossSums]:
         def per_pass(hidden_BTD: jax.Array, _: jax.Array) -> LossSums:
-            losses = token_losses(hidden_BTD, params['embedding'], micro.targets, vocab_size=model.config.vocab_size)
+            losses = token_losses(hidden_BTD, head_table(params), micro.targets, vocab_size=model.config.vocab_size)
             return loss_sums(losses, micro.weights)
 
         noise = Noise(key, rows_B, config.passes.prefix_mixin, config.passes.jitter)
