@@ -146,7 +146,7 @@ def open_data(config: Config, folder: str | Path | None = None, *, held_out_only
     names = [] if held_out_only else [name for name, _ in data.sources]
     documents = {name: _documents(_label('train', name), data, tokenizer, folder) for name in names}
     if data.source == 'austen':
-        held_out: dict[str, Documents] = {'validation': _austen(data.tokenizer)[1]}
+        held_out: dict[str, Documents] = {'validation': _austen(tokenizer)[1]}
     else:
         names = [name for name, _ in data.validation_sources]
         held_out = {name: _documents(_label('validation', name), data, tokenizer, folder) for name in names}
@@ -224,7 +224,7 @@ def _label(split: str, name: str) -> str:
 def _documents(label: str, data: DataConfig, tokenizer: Tokenizer, folder: str | Path | None) -> Documents:
     source = _sources(data)[label]
     if source.format == 'austen':
-        return _austen(data.tokenizer)[0]
+        return _austen(tokenizer)[0]
     if source.format == 'prepared':
         found = Prepared(source.path)
     elif folder is not None:
@@ -237,15 +237,14 @@ def _documents(label: str, data: DataConfig, tokenizer: Tokenizer, folder: str |
     return found
 
 
-def _austen(tokenizer_name: str) -> tuple[InMemory, InMemory]:
+def _austen(tokenizer: Tokenizer) -> tuple[InMemory, InMemory]:
     """Training and validation documents of the embedded corpus."""
     train, validation = corpus.split()
-    return _in_memory(tokenizer_name, train), _in_memory(tokenizer_name, validation)
+    return _in_memory(tokenizer, train), _in_memory(tokenizer, validation)
 
 
 @functools.cache
-def _in_memory(tokenizer_name: str, texts: tuple[str, ...]) -> InMemory:
-    tokenizer = open_tokenizer(DataConfig(tokenizer=tokenizer_name))
+def _in_memory(tokenizer: Tokenizer, texts: tuple[str, ...]) -> InMemory:
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     bos, eos = np.array([tokenizer.bos_id], dtype), np.array([tokenizer.eos_id], dtype)
     pieces = [np.concatenate([bos, ids.astype(dtype), eos]) for ids in tokenizer.encode_batch(texts)]

@@ -30,6 +30,7 @@ from fbt_jax.training.flops import peak_flops, train_flops
 from fbt_jax.training.optimizer import decay_start
 from fbt_jax.training.processes import agree, is_primary, on_primary
 from fbt_jax.training.run_folder import (
+    Tally,
     claim_folder,
     data_folder,
     enable_float64,
@@ -48,14 +49,6 @@ from fbt_jax.training.warm_start import load_source, warm_start
 MAX_NONFINITE_IN_A_ROW = 10
 FINAL_PASSES = (1, 2, 3, 5, 10, 30)
 FINAL_LONG_ROWS = 64  # rows for the numbers of passes that training's own evaluations don't reach
-
-
-class Tally(NamedTuple):
-    """Cumulative counts, as of the last step whose metrics were read."""
-
-    tokens: int = 0
-    token_passes: int = 0
-    nonfinite_steps: int = 0
 
 
 class _Pending(NamedTuple):
@@ -232,14 +225,15 @@ class _Trainer:
             raise RuntimeError(str(error)) from error
         if restored is not None:
             say(f'resuming {self.workdir} from step {restored.step}')
-            self.tally = Tally(*(restored.meta[name] for name in Tally._fields))
+            self.tally = Tally(**restored.meta)
             return restored.state
         if self.source is None:
             return self.setup.init()
         if self.config.init.data == 'continue':
             self.iterator.set_state(self.source.data_position)
-        if self.config.init.schedule == 'continue':
-            self.tally = Tally(*(self.source.meta[name] for name in Tally._fields))
+        theirs = Tally(**self.source.meta)
+        going_on = theirs if self.config.init.schedule == 'continue' else Tally()
+        self.tally = going_on._replace(feedback_before=theirs.trained_feedback)
         return warm_start(self.config, self.setup.init(), self.source, say)
 
     def _compile(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
@@ -282,10 +276,11 @@ class _Trainer:
             self.compile_began = None
         passes, tokens = int(values.passes), int(values.tokens)
         nonfinite = int(values.nonfinite_in_a_row)
-        self.tally = Tally(
-            self.tally.tokens + tokens,
-            self.tally.token_passes + tokens * passes,
-            self.tally.nonfinite_steps + (nonfinite > 0),
+        before = self.tally
+        self.tally = before._replace(
+            tokens=before.tokens + tokens,
+            token_passes=before.token_passes + tokens * passes,
+            nonfinite_steps=before.nonfinite_steps + (nonfinite > 0),
         )
         if step % self.config.training.log_every == 0 or step == self.steps:
             self.writer.write(self._train_row(step, values, seconds))

@@ -37,6 +37,22 @@ SHARED_SECONDS = 10  # for a network disk to show a new file
 PACKAGES = ('fbt-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 
 
+class Tally(NamedTuple):
+    """Cumulative counts, as of the last step whose metrics were read.
+
+    `feedback_before`: whether the run that this one began from had trained feedback.
+    """
+
+    tokens: int = 0
+    token_passes: int = 0
+    nonfinite_steps: int = 0
+    feedback_before: bool = False
+
+    @property
+    def trained_feedback(self) -> bool:
+        return self.feedback_before or self.token_passes > self.tokens
+
+
 class Run(NamedTuple):
     """A trained model: `run.model.apply({'params': run.params}, tokens, ...)`. `tokenizer` None: rows aren't text."""
 
@@ -66,15 +82,13 @@ def load_run(workdir: str, step: int | None = None) -> Run:
     params = jax.tree.map(jax.numpy.asarray, loaded.tree['params'])
     # The kernel is the machine's choice: a run on TPU opens on a CPU.
     model = Transformer(dataclasses.replace(config.model, attention='auto'))
-    # A start from another run's checkpoint may have brought trained feedback along; the counts begin anew there.
-    fed_back = loaded.meta['token_passes'] > loaded.meta['tokens'] or bool(config.init.from_)
     return Run(
         model,
         params,
         config,
         load_tokenizer(config.data, data_folder(workdir)),
         loaded.step,
-        config.model.fusion != 'none' and fed_back,
+        config.model.fusion != 'none' and Tally(**loaded.meta).trained_feedback,
     )
 
 

@@ -2,8 +2,10 @@
 run that fits.
 
 Parameters and optimizer state are taken leaf by leaf, by path. Only what the source cannot have, the fusion matrices
-and their moments, comes from the initialiser; anything else that is missing or has another shape is an error. The
-step count and the data position go on from the source's or start anew, as `init.schedule` and `init.data` say.
+and their moments, comes from the initialiser; so does the norm of fused inputs where the source (an imported model)
+norms no input, with the RMS of the source's embeddings as its gain (method.md section 2). Anything else that is
+missing or has another shape is an error. The step count and the data position go on from the source's or start anew,
+as `init.schedule` and `init.data` say.
 """
 
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from fbt_jax.training.checkpoint import Loaded, load_tree
 from fbt_jax.training.integrity import named_leaves
 from fbt_jax.training.run_folder import data_fingerprint, read_config, weight_phases
 from fbt_jax.training.step import TrainState
+
+_GAIN = 'params/input_norm/scale'
 
 
 def load_source(config: Config, shapes: TrainState, data: Data) -> Loaded:
@@ -37,7 +41,8 @@ def load_source(config: Config, shapes: TrainState, data: Data) -> Loaded:
     except ValueError as error:
         raise UserError(f'init.from = {source}: {error}') from None
     wanted, found = named_leaves(_taken_part(config, shapes)), named_leaves(loaded.tree)
-    wrong = [f'{name} is missing' for name in wanted if name not in found and 'fusion' not in name.split('/')]
+    fresh = {'fusion', 'input_norm'} if config.model.input_norm == 'fused' else {'fusion'}
+    wrong = [f'{name} is missing' for name in wanted if name not in found and not fresh & set(name.split('/'))]
     wrong += [
         f'{name} {found[name].shape} for {leaf.shape}'
         for name, leaf in wanted.items()
@@ -61,6 +66,9 @@ def warm_start(config: Config, fresh: TrainState, loaded: Loaded, say: Callable[
     wanted, found = named_leaves(target), named_leaves(loaded.tree)
     missing = [name for name in wanted if name not in found]
     left = [name for name in found if name not in wanted]
+    if _GAIN in missing:
+        rows_VD = np.asarray(found['params/embedding'], np.float64)[: config.model.vocab_size]
+        found[_GAIN] = np.full(wanted[_GAIN].shape, np.sqrt(np.mean(rows_VD**2)))
     leaves = [_placed(found[n], leaf) if n in found else leaf for n, leaf in wanted.items()]
     state = fresh._replace(**jax.tree.unflatten(jax.tree.structure(target), leaves))
     if config.init.schedule == 'continue':

@@ -1,0 +1,51 @@
+"""A script: `python hf_open.py QUESTION ANSWER`, a Hugging Face folder as `transformers` itself sees it.
+
+QUESTION (JSON): folder, gguf_file ('' = none), text, length, rows, places, weights (whether to write them), probes.
+Writes into the folder ANSWER: tokenizer.json; tokens.npy, (B, T) ids of the text; logits.npy, (B, P, V) in float32 at
+the places; told.json: names of BOS and EOS, the ids of each probe. With `weights` also model.safetensors, in float32:
+what a GGUF file holds, taken out of its quantisation. Knows nothing of fbt_jax.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main(question: str, answer: str) -> None:
+    asked = json.loads(Path(question).read_text())
+    folder, out = asked['folder'], Path(answer)
+    gguf = {'gguf_file': asked['gguf_file']} if asked['gguf_file'] else {}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
+    backend = getattr(tokenizer, 'backend_tokenizer', None)
+    if backend is None:
+        sys.exit(f'its tokenizer ({type(tokenizer).__name__}) has no form as tokenizer.json')
+    (out / 'tokenizer.json').write_text(backend.to_str())
+    told = {
+        'bos': tokenizer.bos_token,
+        'eos': tokenizer.eos_token,
+        'ids': [tokenizer(t, add_special_tokens=False)['input_ids'] for t in asked['probes']],
+    }
+    (out / 'told.json').write_text(json.dumps(told))
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf).eval()
+    if asked['weights']:
+        tied = model.config.tie_word_embeddings
+        weights = {n: w.contiguous() for n, w in model.state_dict().items() if not (tied and n == 'lm_head.weight')}
+        save_file(weights, out / 'model.safetensors')
+    rows, length = asked['rows'], asked['length']
+    ids = tokenizer(asked['text'], add_special_tokens=False)['input_ids'][: rows * length]
+    tokens_BT = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    places_P = torch.tensor(asked['places'])
+    with torch.no_grad():
+        logits_BPV = model(tokens_BT, logits_to_keep=places_P, use_cache=False).logits
+    np.save(out / 'tokens.npy', tokens_BT.numpy().astype(np.int32))
+    np.save(out / 'logits.npy', logits_BPV.float().numpy())
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])
