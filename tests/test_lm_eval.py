@@ -21,7 +21,7 @@ from helpers import flat_params, float64, on_devices
 from helpers_e2e import ROOT, TEXT, train, write_config
 from helpers_run import Run, make_run
 
-from fbt_jax.config import Config, DataConfig
+from fbt_jax.config import Config, DataConfig, TrainingConfig
 from fbt_jax.data import corpus
 from fbt_jax.data.tokenizer import open_tokenizer
 from fbt_jax.errors import UserError
@@ -286,10 +286,69 @@ def test_a_prompt_that_is_too_long_loses_its_left_end() -> None:
     run = small_run(dtype='float32')
     text = FbtLM(run).generate_until(asked(('a' * 60 + 'b' * 10, {'max_gen_toks': 38})))[0]
     assert generate(run, [[98] * 10], mode='standard', max_tokens=38).texts == [text]
-    with pytest.raises(UserError, match='max_gen_toks = 48: leaves no room for a prompt in 48'):
-        FbtLM(run).generate_until(asked(('a', {'max_gen_toks': 48})))
     with pytest.raises(UserError, match='num_beams = 4: would have no effect'):
         FbtLM(run).generate_until(asked(('a', {'num_beams': 4})))
+
+
+def test_more_tokens_than_the_context_holds_are_cut_to_half_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The harness's own default of 256 among them; the prompt keeps the other half."""
+    run = small_run(dtype='float32')
+    prompts = ['a' * 60 + 'b' * 10, 'x', 'y']
+    logging.getLogger('lm_eval').propagate = True
+    with caplog.at_level(logging.WARNING, 'lm_eval.fbt'):
+        given = ({}, {'max_gen_toks': 48}, {'max_gen_toks': 24})
+        texts = FbtLM(run).generate_until(asked(*zip(prompts, given, strict=True)))
+    expected = [[*b'a' * 14, *b'b' * 10], [256, *b'x'], [256, *b'y']]
+    assert texts == [generate(run, [ids], mode='standard', max_tokens=24).texts[0] for ids in expected]
+    told = '2 of 3 requests: max_gen_toks leaves no room for prompts in max_length = 48: half of it is taken'
+    assert [record.getMessage() for record in caplog.records] == [
+        told,
+        '1 of 3 requests: contexts lose their left ends, for max_length = 48',
+    ]
+
+
+# Batches
+
+
+@pytest.mark.parametrize('options', MODES)
+@float64
+def test_an_automatic_batch_size_changes_nothing(options: dict[str, Any]) -> None:
+    run = small_run()
+    alone, auto = (FbtLM(run, batch_size=size, **options) for size in (1, 'auto'))
+    scores = auto.loglikelihood(asked(*REQUESTS))
+    np.testing.assert_allclose(scores, alone.loglikelihood(asked(*REQUESTS)), rtol=1e-9)
+    text = asked((corpus.split().validation[0][:140],), ('né☃',))
+    np.testing.assert_allclose(auto.loglikelihood_rolling(text), alone.loglikelihood_rolling(text), rtol=1e-9)
+    given = {'until': ['e'], 'max_gen_toks': 4}
+    prompts = asked(*((prompt, given) for prompt in ('It is', '', 'né☃', 'x')))
+    assert auto.generate_until(prompts) == alone.generate_until(prompts)
+
+
+def test_an_automatic_batch_holds_what_a_microbatch_held_and_half_where_memory_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = small_run(dtype='float32')
+    data = DataConfig(tokenizer='bytes', seq_len=512, batch_size=16)
+    training = TrainingConfig(microbatches=2)
+    run = run._replace(config=Config(data=data, model=run.model.config, training=training))
+    model = FbtLM(run, batch_size='auto')
+    assert [model._rows(n) for n in (1, 128, 129, 400, 512)] == [32, 32, 16, 8, 8]
+    assert FbtLM(run, batch_size='auto', max_batch_size=5)._rows(1) == 5
+    expected = model.loglikelihood(asked(*REQUESTS))
+    asked_for = []
+
+    def full(self: FbtLM, pairs: list[Pair], rows: int) -> Any:
+        asked_for.append(len(pairs))
+        if len(pairs) > 2:
+            raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory')
+        return score(self, pairs, rows)
+
+    score = FbtLM._score
+    monkeypatch.setattr(FbtLM, '_score', full)
+    np.testing.assert_allclose(model.loglikelihood(asked(*REQUESTS)), expected, rtol=1e-4)
+    assert asked_for == [8, 8, 8, 4, 2, 2, 2, 2]  # 32, 16, 8 rows are asked for, and there are but 8
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        FbtLM(run, batch_size=8).loglikelihood(asked(*REQUESTS))
 
 
 # The harness
@@ -312,11 +371,12 @@ def test_the_harness_stores_results(tmp_path: Path) -> None:
         ({'mode': 'hard'}, r"mode = 'hard': must be one of standard, soft, fused"),
         ({'fused_passes': 1}, r'fused_passes = 1: has no effect in mode standard'),
         ({'mode': 'fused', 'fused_passes': 0}, r'fused_passes = 0: must be at least 1'),
-        ({'batch_size': 'auto'}, r"batch_size = 'auto': must be a number above 0"),
+        ({'batch_size': 'auto:4'}, r"batch_size = 'auto:4': must be a number above 0, or 'auto'"),
         ({'batch_size': 0}, r'batch_size = 0: must be a number above 0'),
+        ({'batch_size': 'auto', 'max_batch_size': 0}, r'max_batch_size = 0: must be at least 1'),
         ({'max_length': 49}, r'max_length = 49: must lie in 1\.\.48, the trained context'),
         ({'seed': -1}, r'seed = -1: must lie in 0'),
-        ({'max_batch_size': 4}, r'max_batch_size = 4: has no effect'),
+        ({'max_batch_size': 4}, r'max_batch_size = 4: has no effect: is of batch_size=auto'),
         ({'pretrained': 'gpt2'}, r"pretrained = 'gpt2': no argument of the model; those are workdir, step, mode"),
     ],
 )
@@ -352,8 +412,8 @@ def test_arguments_go_before_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_eval_model, 'load_run', load)
     assert get_model('fbt') is FbtLM
     model = FbtLM.create_from_arg_string('workdir=12,step=3,mode=soft,batch_size=5', {'batch_size': 1, 'device': None})
-    assert (loaded, model._batch_size, model._mode) == ([('12', 3)], 5, 'soft')
-    assert FbtLM.create_from_arg_obj({'workdir': 'runs/a'}, {'batch_size': '3'})._batch_size == 3
+    assert (loaded, model._rows(9), model._mode) == ([('12', 3)], 5, 'soft')
+    assert FbtLM.create_from_arg_obj({'workdir': 'runs/a'}, {'batch_size': '3'})._rows(9) == 3
     assert model.get_model_info()['model_step'] == 7
 
 
