@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import reference
 from helpers import flat_params, float64, on_devices
-from helpers_e2e import ROOT, TEXT, train, write_config
+from helpers_e2e import ROOT, TEXT, finish, train, write_config
 from helpers_run import Run, make_run
+from test_e2e_processes import environments
 
 from fbt_jax.config import Config, DataConfig, TrainingConfig
 from fbt_jax.data import corpus
@@ -185,6 +186,19 @@ def test_bos_stands_first_and_once() -> None:
     for pair in encode_pairs(bpe, [('', 'Emma'), ('<|bos|>', 'Emma'), ('<|bos|>Emma', ' was')]):
         assert (pair.context + pair.continuation).count(bpe.bos_id) == 1
         assert pair.context[0] == bpe.bos_id
+
+
+@pytest.mark.parametrize('name', ['bytes', 'bpe'])
+def test_wherever_a_context_ends_its_text_and_the_continuation_s_are_there(name: str) -> None:
+    tokenizer = open_tokenizer(DataConfig(tokenizer=name))
+    ends = ['', ' ', '  ', '\n', ' \n\t ', 'né', 'e\u0301', '\U0001f469\u200d', '\u00a0', '\u3000', '日本', 'a ']
+    starts = ['b', ' b', '  b', '\nb', '\u0301', '\U0001f467', '語', '\u00a0x', ' ']
+    texts = [(a + b, c) for a in ('', 'It is') for b in ends for c in starts]
+    for (context, continuation), pair in zip(texts, encode_pairs(tokenizer, texts), strict=True):
+        assert pair.context[0] == tokenizer.bos_id
+        assert [*pair.context[1:], *pair.continuation] == tokenizer.encode(context + continuation)
+        scored = tokenizer.token_bytes[pair.continuation].sum()
+        assert scored >= len((context[len(context.rstrip()) :] + continuation).encode())  # spaces go over
 
 
 def test_without_a_merge_pairs_are_those_of_the_harness() -> None:
@@ -493,31 +507,102 @@ def test_the_harness_runs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 'exact_match,none' in results['austen_write']
 
 
+TASKS = 'austen_next,austen_text,austen_write'
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that `fbt train` has made, and tasks."""
+    folder = tmp_path_factory.mktemp('trained')
+    train(write_config(folder), folder / 'run', *TEXT)
+    write_tasks(folder / 'tasks')
+    return folder
+
+
+def ask(
+    folder: Path, out: Path | None, model_args: str, *, tasks: str = TASKS, command: str = '', **extra: str
+) -> subprocess.Popen:
+    """The module's command, or another one, on the run in `folder`; `extra`: of the environment."""
+    environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(folder / 'home')}
+    line = [command] if command else [sys.executable, '-m', 'fbt_jax.interop.lm_eval_model']
+    line += ['--model', 'fbt', '--model_args', model_args, '--tasks', tasks, '--include_path', str(folder / 'tasks')]
+    line += ['--output_path', str(out / 'results.json'), '--log_samples'] if out else []
+    pipes: dict[str, Any] = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    return subprocess.Popen(line, cwd=ROOT, env=environment | {'PYTHONPATH': str(ROOT)} | extra, **pipes)
+
+
+def results_in(folder: Path) -> dict[str, Any]:
+    (path,) = folder.rglob('results*.json')
+    return json.loads(path.read_text())
+
+
+def responses_in(folder: Path) -> dict[tuple[str, int], Any]:
+    """{(task, document): what the model answered}."""
+    rows = [(p.name.split('_2')[0], json.loads(row)) for p in folder.rglob('*.jsonl') for row in p.open()]
+    return {(name, row['doc_id']): row['resps'] for name, row in rows}
+
+
 @pytest.mark.slow
-def test_the_command_runs_offline(tmp_path: Path) -> None:
-    """A run that `fbt train` has made, asked by the command in each mode; mistakes are one line."""
-    config, workdir = write_config(tmp_path), tmp_path / 'run'
-    train(config, workdir, *TEXT)
-    tasks = write_tasks(tmp_path / 'tasks')
-    environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'home')}
-
-    def lm_eval(model_args: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, '-m', 'fbt_jax.interop.lm_eval_model', '--model', 'fbt', '--model_args', model_args]
-        command += ['--tasks', 'austen_next,austen_text,austen_write', '--include_path', str(tasks)]
-        command += ['--output_path', str(tmp_path / 'out' / f'{len(list(tmp_path.glob("out/*")))}' / 'results.json')]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
+def test_the_command_runs_offline(trained: Path, tmp_path: Path) -> None:
+    """In each mode; mistakes are one line."""
     bits = set()
     for number, mode in enumerate(('standard', 'soft', 'fused,fused_passes=2')):
-        done = lm_eval(f'workdir={workdir},mode={mode},batch_size=4')
-        assert done.returncode == 0, done.stderr[-3000:]
-        (path,) = (tmp_path / 'out' / str(number)).rglob('results*.json')
-        results = json.loads(path.read_text())
+        done = finish(ask(trained, tmp_path / f'{number}', f'workdir={trained}/run,mode={mode},batch_size=4'))
+        assert done.status == 0, done.text[-3000:]
+        results = results_in(tmp_path / f'{number}')
         assert results['config']['model_step'] == 60
         bits.add(round(results['results']['austen_text']['bits_per_byte,none'], 4))
         assert results['results']['austen_next']['acc,none'] >= 0
     assert len(bits) == 3
     assert max(bits) < 8  # it has learned something
-    wrong = lm_eval(f'workdir={tmp_path}/nothing')
-    assert wrong.returncode == 2
-    assert wrong.stderr.strip().splitlines()[-1].startswith('fbt: ')
+    wrong = finish(ask(trained, None, f'workdir={tmp_path}/nothing'))
+    assert wrong.status == 2
+    assert wrong.err.splitlines()[-1].startswith('fbt: ')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['standard', 'soft', 'fused'])
+def test_two_processes_answer_as_one(mode: str, trained: Path, tmp_path: Path) -> None:
+    arguments = f'workdir={trained}/run,mode={mode},batch_size=3'
+    asked_of = [('one', {})] + [('two', extra) for extra in environments(2)]
+    done = [finish(p) for p in [ask(trained, tmp_path / name, arguments, **extra) for name, extra in asked_of]]
+    assert [d.status for d in done] == [0, 0, 0], done[1].text[-3000:]
+    assert ['|austen_text' in d.out for d in done] == [True, True, False]  # process 0 writes alone
+    one, two = (responses_in(tmp_path / name) for name in ('one', 'two'))
+    assert len(one) == 12 + 3 + 4
+    assert one.keys() == two.keys()
+    said: dict[Any, float] = {'True': 1, 'False': 0}  # whether it is the likeliest; all are stored as texts
+    for key, answers in one.items():
+        if key[0].endswith('austen_write'):
+            assert answers == two[key]
+        else:
+            found, expected = ([float(said.get(x, x)) for x in np.ravel(a)] for a in (two[key], answers))
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+    a, b = (results_in(tmp_path / name)['results'] for name in ('one', 'two'))
+    assert a['austen_next'] == b['austen_next']
+    assert a['austen_text']['bits_per_byte,none'] == pytest.approx(b['austen_text']['bits_per_byte,none'], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_that_are_asked_differently_say_so_and_leave(trained: Path) -> None:
+    first, second = environments(2)
+    both = [
+        ask(trained, None, f'workdir={trained}/run', tasks='austen_next', **first),
+        ask(trained, None, f'workdir={trained}/run', tasks='austen_text', **second),
+    ]
+    for number, done in enumerate([finish(process) for process in both]):
+        assert done.status == 2, done.text[-3000:]
+        assert f'fbt: [process {number}] process 1 was started with requests = ' in done.err
+
+
+@pytest.mark.slow
+def test_lm_eval_itself_finds_the_model_where_a_task_s_file_names_it(trained: Path, tmp_path: Path) -> None:
+    """As README.md says; the tasks after it may be any."""
+    names = 'metadata:\n  model: !function fbt_jax.interop.lm_eval_model.FbtLM\n'
+    task = tmp_path / 'with_fbt.yaml'
+    task.write_text(f'include: {trained}/tasks/austen_write.yaml\n{names}')
+    command = str(Path(sys.executable).with_name('lm_eval'))
+    arguments = f'workdir={trained}/run,mode=soft,batch_size=auto'
+    done = finish(ask(trained, tmp_path / 'out', arguments, tasks=f'{task},austen_next', command=command))
+    assert done.status == 0, done.text[-3000:]
+    assert results_in(tmp_path / 'out')['results'].keys() == {'austen_write', 'austen_next'}
