@@ -561,7 +561,7 @@ def test_the_command_runs_offline(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('mode', ['standard', 'soft', 'fused'])
+@pytest.mark.parametrize('mode', ['soft', 'fused'])
 def test_two_processes_answer_as_one(mode: str, trained: Path, tmp_path: Path) -> None:
     arguments = f'workdir={trained}/run,mode={mode},batch_size=3'
     asked_of = [('one', {})] + [('two', extra) for extra in environments(2)]
