@@ -559,7 +559,7 @@ def test_tokenizers_of_other_libraries_give_the_same_ids(name: str, options: dic
         assert theirs(text, add_special_tokens=False)['input_ids'] == ours.encode(text)
         if options.get('byte_fallback', True):
             assert theirs.decode(theirs(text)['input_ids'], skip_special_tokens=True) == ours.decode(ours.encode(text))
-    assert len(ours.encode(whole)) > 5000
+    assert len(ours.encode(whole)) > 1000
 
 
 def test_a_tokenizer_without_an_exact_form_is_left_out(tmp_path: Path) -> None:
