@@ -49,6 +49,18 @@ def test_samples_of_a_prompt_differ_and_keep_their_seed(run: Run) -> None:
     assert generate(run, PROMPTS[:1], seed=1, **options).tokens != four.tokens[:1]
 
 
+def test_prompts_draw_by_their_numbers(run: Run) -> None:
+    options: dict[str, Any] = {'mode': 'soft', 'max_tokens': 10, 'temperature': 1.0, 'seed': 3}
+    both = generate(run, PROMPTS[:2], **options, num_samples=2).tokens
+    turned = generate(run, PROMPTS[1::-1], **options, num_samples=2, numbers=[1, 0]).tokens
+    assert turned == both[2:] + both[:2]
+    assert generate(run, PROMPTS[1:2], **options, numbers=[1]).tokens == both[2:3]
+    assert generate(run, PROMPTS[:1], **options, numbers=[2**21 - 1]).tokens != both[:1]
+    for wrong in ([2**21], [-1], [0, 1]):
+        with pytest.raises(UserError, match=r'must be one of 0\.\.2097151 for each prompt'):
+            generate(run, PROMPTS[:1], numbers=wrong, **options)
+
+
 def test_prompts_may_be_ids(run: Run) -> None:
     text = generate(run, ['ab'], mode='soft', max_tokens=5)
     assert generate(run, [[256, 97, 98]], mode='soft', max_tokens=5) == text

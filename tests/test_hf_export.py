@@ -20,6 +20,7 @@ import pytest
 import tokenizers
 from helpers import float64, make_model, make_params, run_passes
 from helpers_run import Run, make_run
+from test_data_tokenizers import model_file, tiktoken_file
 
 MODULES = tempfile.mkdtemp(prefix='fbt_hf_modules')  # where transformers copies the exported code to
 atexit.register(shutil.rmtree, MODULES, ignore_errors=True)
@@ -31,7 +32,7 @@ pytest.importorskip('safetensors')
 from fbt_jax import cli  # noqa: E402
 from fbt_jax.batch import Batch  # noqa: E402
 from fbt_jax.config import Config, DataConfig, PassesConfig  # noqa: E402
-from fbt_jax.data import word_problem  # noqa: E402
+from fbt_jax.data import corpus, word_problem  # noqa: E402
 from fbt_jax.data.tokenizer import open_tokenizer, train_bpe  # noqa: E402
 from fbt_jax.errors import UserError  # noqa: E402
 from fbt_jax.inference.generate import generate  # noqa: E402
@@ -175,10 +176,48 @@ def test_rows_that_are_not_text_are_exported_without_a_tokenizer(tmp_path: Path)
     assert 'bos_token_id' not in json.loads((tmp_path / 'out' / 'config.json').read_text())
 
 
-def test_rounding_that_grows_is_told_from_a_mistake(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_export, 'TOLERANCE', 1e-8)  # what float32 cannot reach
-    told = hf_export.export_hf(run, str(tmp_path / 'out'), data_folder=tmp_path, metrics=[])
-    assert told.computed_in == 'float64'
+def judged(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, errors: dict[str, tuple[float, ...]]
+) -> tuple[tuple[float, ...], str]:
+    """The verdict on a folder that computes what the run does, but for errors: {dtype: one number a pass}."""
+    weights = hf_export.torch_weights(run, 'float32')
+
+    def wrong(_: Path, *, tokens: Any, places: Any, passes: int, dtype: str, texts: str) -> dict[str, Any]:
+        logits_KBPV = hf_export.run_logits(run, weights, tokens, places, num_passes=passes, dtype=dtype).copy()
+        logits_KBPV[:, 0, 3, 5] += np.array(errors.get(dtype, (0, 0, 0)), dtype)
+        return {'logits': logits_KBPV, 'ids': json.loads(texts)}
+
+    monkeypatch.setattr(hf_export, '_read', wrong)
+    return hf_export.compare(folder, run, weights, tokens_of())
+
+
+def test_rounding_that_grows_in_fed_passes_is_judged_in_float64(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert judged(run, tmp_path, monkeypatch, {}) == ((0, 0, 0), 'float32')
+    errors = {'float32': (5e-5, 0.0, 1e-3), 'float64': (0.0, 2e-8, 3e-8)}
+    difference, computed_in = judged(run, tmp_path, monkeypatch, errors)
+    assert computed_in == 'float64'
+    np.testing.assert_allclose(difference, (5e-5, 2e-8, 3e-8), rtol=1e-2)  # pass 1's own is that of float32
+
+
+@pytest.mark.parametrize(
+    ('errors', 'told'),
+    [
+        pytest.param({'float32': (1e-3, 0, 0)}, r'0\.0001: 1\.0e-03, \S+, \S+ in float32$', id='pass 1, once'),
+        pytest.param({'float32': (np.nan, 0, 0)}, r'0\.0001: nan, \S+, \S+ in float32$', id='no number'),
+        pytest.param(
+            {'float32': (0, 1e-3, 0), 'float64': (0, 1e-3, 0)},
+            r'in float32; \S+ 1\.0e-03, \S+ in float64$',
+            id='pass 2',
+        ),
+    ],
+)
+def test_a_difference_that_float64_does_not_explain_fails(
+    errors: dict[str, tuple[float, ...]], told: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match=told):
+        judged(run, tmp_path, monkeypatch, errors)
 
 
 def wrong_rotary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +259,6 @@ def test_a_wrong_export_fails_and_leaves_nothing(
     damage: Any, told: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damage(monkeypatch)
-    monkeypatch.setattr(hf_export, 'COMPARED_IN', ('float32',))  # float64 says the same, and takes as long
     with pytest.raises(RuntimeError, match=re.escape(told)):
         hf_export.export_hf(run, str(tmp_path / 'out'), data_folder=tmp_path, metrics=[])
     assert list(tmp_path.iterdir()) == []
@@ -244,7 +282,7 @@ def test_the_card_carries_the_run_s_figures(run: Run) -> None:
     ]
     rows.append({'step': 7, 'split': 'validation', 'passes': 2, 'loss_pass_1': 3.25, 'loss_pass_2': 3.125})
     rows[-1] |= {'perplexity_pass_1': 25.79, 'perplexity_pass_2': 22.76, 'bits_per_byte_pass_1': None}
-    card = model_card(run, rows, parameters=12_345, dtype='float32')
+    card = model_card(run, rows, parameters=12_345, dtype='float32', tokenizer=True)
     for said in (
         '12,345',
         '7,000 / 8,750',
@@ -255,8 +293,11 @@ def test_the_card_carries_the_run_s_figures(run: Run) -> None:
     ):
         assert said in card
     assert '8,000' not in card  # a later step's
-    plain = model_card(run._replace(trained_feedback=False), [], parameters=1, dtype='float32')
+    assert 'AutoTokenizer' in card
+    plain = model_card(run._replace(trained_feedback=False), [], parameters=1, dtype='float32', tokenizer=False)
     assert "mode='soft'" not in plain
+    assert 'no tokenizer is exported with it' in plain
+    assert 'AutoTokenizer' not in plain
 
 
 # One forward pass, several, and their gradients
@@ -453,6 +494,9 @@ TEXTS = [
 ]
 
 
+LINES = [line for line in corpus.split().train[0].split('\n') if line]
+
+
 def written_tokenizer(folder: Path, tokenizer: Any, data: DataConfig) -> Any:
     for name, content in tokenizer_files(tokenizer, data).items():
         (folder / name).write_text(content)
@@ -485,11 +529,48 @@ def test_tokenizers_give_the_same_ids_and_bos_once(name: str, tmp_path: Path) ->
     assert rows['attention_mask'][0][0] == 0  # padded on the left
 
 
-def test_a_tokenizer_of_another_library_is_left_out() -> None:
-    class SentencePiece:
-        file = ('a.model', b'')
+@pytest.mark.parametrize(
+    ('name', 'options'),
+    [
+        pytest.param('ranks.tiktoken', {}, id='tiktoken, ids left out'),
+        pytest.param('ranks.tiktoken', {'bos': '<|end|>', 'eos': '<|end|>'}, id='tiktoken, BOS is EOS'),
+        pytest.param('unigram.model', {}, id='unigram'),
+        pytest.param('unigram.model', {'add_dummy_prefix': True, 'byte_fallback': False}, id='unigram, a space first'),
+        pytest.param(
+            'unigram.model', {'user_defined_symbols': ['|||EMAIL|||', 'née☃']}, id="unigram, the user's pieces"
+        ),
+        pytest.param('bpe.model', {'model_type': 'bpe'}, id='BPE'),
+        pytest.param('bpe.model', {'model_type': 'bpe', 'add_dummy_prefix': True}, id='BPE, a space first'),
+        pytest.param(
+            'bpe.model', {'model_type': 'bpe', 'user_defined_symbols': ['|||EMAIL|||']}, id="BPE, the user's pieces"
+        ),
+    ],
+)
+def test_tokenizers_of_other_libraries_give_the_same_ids(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    make = tiktoken_file if name.endswith('.tiktoken') else model_file
+    data = make(tmp_path / name, LINES, **options)
+    ours = open_tokenizer(data)
+    (tmp_path / 'out').mkdir()
+    theirs = written_tokenizer(tmp_path / 'out', ours, data)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    whole = corpus.split().validation[1]
+    for text in [*TEXTS, '<s>', '</s> <unk> <0x41><0xE2>', '\u0301\u1100\u1161\u11a8\u0e33  \t', whole]:
+        assert theirs(text)['input_ids'] == [ours.bos_id, *ours.encode(text)]
+        assert theirs(text, add_special_tokens=False)['input_ids'] == ours.encode(text)
+        if options.get('byte_fallback', True):
+            assert theirs.decode(theirs(text)['input_ids'], skip_special_tokens=True) == ours.decode(ours.encode(text))
+    assert len(ours.encode(whole)) > 1000
 
-    assert tokenizer_files(SentencePiece(), DataConfig(tokenizer='/somewhere/a.model')) == {}
+
+def test_a_tokenizer_without_an_exact_form_is_left_out(tmp_path: Path) -> None:
+    """`tokenizers` reads NFKC maps grapheme by grapheme, SentencePiece by the longest match."""
+    data = model_file(tmp_path / 'a.model', LINES, normalization_rule_name='nmt_nfkc')
+    assert tokenizer_files(open_tokenizer(data), data) == {}
+    words = model_file(tmp_path / 'b.model', LINES, model_type='char')
+    assert tokenizer_files(open_tokenizer(words), words) == {}
+    # Its expressions know no possessive repetition of a count.
+    ranks = tiktoken_file(tmp_path / 'a.tiktoken', LINES, tokenizer_pattern=r'[a-z]{1,2}+|[\s\S]')
+    assert tokenizer_files(open_tokenizer(ranks), ranks) == {}
     assert tokenizer_files(None, DataConfig(source='word_problem', tokenizer='none')) == {}
 
 

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import reference
 from helpers import flat_params, float64, on_devices
-from helpers_e2e import ROOT, TEXT, train, write_config
+from helpers_e2e import ROOT, TEXT, finish, train, write_config
 from helpers_run import Run, make_run
+from test_e2e_processes import environments
 
-from fbt_jax.config import Config, DataConfig
+from fbt_jax.config import Config, DataConfig, TrainingConfig
 from fbt_jax.data import corpus
 from fbt_jax.data.tokenizer import open_tokenizer
 from fbt_jax.errors import UserError
@@ -187,6 +188,19 @@ def test_bos_stands_first_and_once() -> None:
         assert pair.context[0] == bpe.bos_id
 
 
+@pytest.mark.parametrize('name', ['bytes', 'bpe'])
+def test_wherever_a_context_ends_its_text_and_the_continuation_s_are_there(name: str) -> None:
+    tokenizer = open_tokenizer(DataConfig(tokenizer=name))
+    ends = ['', ' ', '  ', '\n', ' \n\t ', 'né', 'e\u0301', '\U0001f469\u200d', '\u00a0', '\u3000', '日本', 'a ']
+    starts = ['b', ' b', '  b', '\nb', '\u0301', '\U0001f467', '語', '\u00a0x', ' ']
+    texts = [(a + b, c) for a in ('', 'It is') for b in ends for c in starts]
+    for (context, continuation), pair in zip(texts, encode_pairs(tokenizer, texts), strict=True):
+        assert pair.context[0] == tokenizer.bos_id
+        assert [*pair.context[1:], *pair.continuation] == tokenizer.encode(context + continuation)
+        scored = tokenizer.token_bytes[pair.continuation].sum()
+        assert scored >= len((context[len(context.rstrip()) :] + continuation).encode())  # spaces go over
+
+
 def test_without_a_merge_pairs_are_those_of_the_harness() -> None:
     bpe = open_tokenizer(DataConfig(tokenizer='bpe'))
     own = SimpleNamespace(tok_encode=bpe.encode, backend='causal')
@@ -286,10 +300,69 @@ def test_a_prompt_that_is_too_long_loses_its_left_end() -> None:
     run = small_run(dtype='float32')
     text = FbtLM(run).generate_until(asked(('a' * 60 + 'b' * 10, {'max_gen_toks': 38})))[0]
     assert generate(run, [[98] * 10], mode='standard', max_tokens=38).texts == [text]
-    with pytest.raises(UserError, match='max_gen_toks = 48: leaves no room for a prompt in 48'):
-        FbtLM(run).generate_until(asked(('a', {'max_gen_toks': 48})))
     with pytest.raises(UserError, match='num_beams = 4: would have no effect'):
         FbtLM(run).generate_until(asked(('a', {'num_beams': 4})))
+
+
+def test_more_tokens_than_the_context_holds_are_cut_to_half_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The harness's own default of 256 among them; the prompt keeps the other half."""
+    run = small_run(dtype='float32')
+    prompts = ['a' * 60 + 'b' * 10, 'x', 'y']
+    logging.getLogger('lm_eval').propagate = True
+    with caplog.at_level(logging.WARNING, 'lm_eval.fbt'):
+        given = ({}, {'max_gen_toks': 48}, {'max_gen_toks': 24})
+        texts = FbtLM(run).generate_until(asked(*zip(prompts, given, strict=True)))
+    expected = [[*b'a' * 14, *b'b' * 10], [256, *b'x'], [256, *b'y']]
+    assert texts == [generate(run, [ids], mode='standard', max_tokens=24).texts[0] for ids in expected]
+    told = '2 of 3 requests: max_gen_toks leaves no room for prompts in max_length = 48: half of it is taken'
+    assert [record.getMessage() for record in caplog.records] == [
+        told,
+        '1 of 3 requests: contexts lose their left ends, for max_length = 48',
+    ]
+
+
+# Batches
+
+
+@pytest.mark.parametrize('options', MODES)
+@float64
+def test_an_automatic_batch_size_changes_nothing(options: dict[str, Any]) -> None:
+    run = small_run()
+    alone, auto = (FbtLM(run, batch_size=size, **options) for size in (1, 'auto'))
+    scores = auto.loglikelihood(asked(*REQUESTS))
+    np.testing.assert_allclose(scores, alone.loglikelihood(asked(*REQUESTS)), rtol=1e-9)
+    text = asked((corpus.split().validation[0][:140],), ('né☃',))
+    np.testing.assert_allclose(auto.loglikelihood_rolling(text), alone.loglikelihood_rolling(text), rtol=1e-9)
+    given = {'until': ['e'], 'max_gen_toks': 4}
+    prompts = asked(*((prompt, given) for prompt in ('It is', '', 'né☃', 'x')))
+    assert auto.generate_until(prompts) == alone.generate_until(prompts)
+
+
+def test_an_automatic_batch_holds_what_a_microbatch_held_and_half_where_memory_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = small_run(dtype='float32')
+    data = DataConfig(tokenizer='bytes', seq_len=512, batch_size=16)
+    training = TrainingConfig(microbatches=2)
+    run = run._replace(config=Config(data=data, model=run.model.config, training=training))
+    model = FbtLM(run, batch_size='auto')
+    assert [model._rows(n) for n in (1, 128, 129, 400, 512)] == [32, 32, 16, 8, 8]
+    assert FbtLM(run, batch_size='auto', max_batch_size=5)._rows(1) == 5
+    expected = model.loglikelihood(asked(*REQUESTS))
+    asked_for = []
+
+    def full(self: FbtLM, pairs: list[Pair], rows: int) -> Any:
+        asked_for.append(len(pairs))
+        if len(pairs) > 2:
+            raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory')
+        return score(self, pairs, rows)
+
+    score = FbtLM._score
+    monkeypatch.setattr(FbtLM, '_score', full)
+    np.testing.assert_allclose(model.loglikelihood(asked(*REQUESTS)), expected, rtol=1e-4)
+    assert asked_for == [8, 8, 8, 4, 2, 2, 2, 2]  # 32, 16, 8 rows are asked for, and there are but 8
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        FbtLM(run, batch_size=8).loglikelihood(asked(*REQUESTS))
 
 
 # The harness
@@ -312,11 +385,12 @@ def test_the_harness_stores_results(tmp_path: Path) -> None:
         ({'mode': 'hard'}, r"mode = 'hard': must be one of standard, soft, fused"),
         ({'fused_passes': 1}, r'fused_passes = 1: has no effect in mode standard'),
         ({'mode': 'fused', 'fused_passes': 0}, r'fused_passes = 0: must be at least 1'),
-        ({'batch_size': 'auto'}, r"batch_size = 'auto': must be a number above 0"),
+        ({'batch_size': 'auto:4'}, r"batch_size = 'auto:4': must be a number above 0, or 'auto'"),
         ({'batch_size': 0}, r'batch_size = 0: must be a number above 0'),
+        ({'batch_size': 'auto', 'max_batch_size': 0}, r'max_batch_size = 0: must be at least 1'),
         ({'max_length': 49}, r'max_length = 49: must lie in 1\.\.48, the trained context'),
         ({'seed': -1}, r'seed = -1: must lie in 0'),
-        ({'max_batch_size': 4}, r'max_batch_size = 4: has no effect'),
+        ({'max_batch_size': 4}, r'max_batch_size = 4: has no effect: is of batch_size=auto'),
         ({'pretrained': 'gpt2'}, r"pretrained = 'gpt2': no argument of the model; those are workdir, step, mode"),
     ],
 )
@@ -352,8 +426,8 @@ def test_arguments_go_before_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_eval_model, 'load_run', load)
     assert get_model('fbt') is FbtLM
     model = FbtLM.create_from_arg_string('workdir=12,step=3,mode=soft,batch_size=5', {'batch_size': 1, 'device': None})
-    assert (loaded, model._batch_size, model._mode) == ([('12', 3)], 5, 'soft')
-    assert FbtLM.create_from_arg_obj({'workdir': 'runs/a'}, {'batch_size': '3'})._batch_size == 3
+    assert (loaded, model._rows(9), model._mode) == ([('12', 3)], 5, 'soft')
+    assert FbtLM.create_from_arg_obj({'workdir': 'runs/a'}, {'batch_size': '3'})._rows(9) == 3
     assert model.get_model_info()['model_step'] == 7
 
 
@@ -433,31 +507,102 @@ def test_the_harness_runs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 'exact_match,none' in results['austen_write']
 
 
+TASKS = 'austen_next,austen_text,austen_write'
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that `fbt train` has made, and tasks."""
+    folder = tmp_path_factory.mktemp('trained')
+    train(write_config(folder), folder / 'run', *TEXT)
+    write_tasks(folder / 'tasks')
+    return folder
+
+
+def ask(
+    folder: Path, out: Path | None, model_args: str, *, tasks: str = TASKS, command: str = '', **extra: str
+) -> subprocess.Popen:
+    """The module's command, or another one, on the run in `folder`; `extra`: of the environment."""
+    environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(folder / 'home')}
+    line = [command] if command else [sys.executable, '-m', 'fbt_jax.interop.lm_eval_model']
+    line += ['--model', 'fbt', '--model_args', model_args, '--tasks', tasks, '--include_path', str(folder / 'tasks')]
+    line += ['--output_path', str(out / 'results.json'), '--log_samples'] if out else []
+    pipes: dict[str, Any] = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    return subprocess.Popen(line, cwd=ROOT, env=environment | {'PYTHONPATH': str(ROOT)} | extra, **pipes)
+
+
+def results_in(folder: Path) -> dict[str, Any]:
+    (path,) = folder.rglob('results*.json')
+    return json.loads(path.read_text())
+
+
+def responses_in(folder: Path) -> dict[tuple[str, int], Any]:
+    """{(task, document): what the model answered}."""
+    rows = [(p.name.split('_2')[0], json.loads(row)) for p in folder.rglob('*.jsonl') for row in p.open()]
+    return {(name, row['doc_id']): row['resps'] for name, row in rows}
+
+
 @pytest.mark.slow
-def test_the_command_runs_offline(tmp_path: Path) -> None:
-    """A run that `fbt train` has made, asked by the command in each mode; mistakes are one line."""
-    config, workdir = write_config(tmp_path), tmp_path / 'run'
-    train(config, workdir, *TEXT)
-    tasks = write_tasks(tmp_path / 'tasks')
-    environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'home')}
-
-    def lm_eval(model_args: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, '-m', 'fbt_jax.interop.lm_eval_model', '--model', 'fbt', '--model_args', model_args]
-        command += ['--tasks', 'austen_next,austen_text,austen_write', '--include_path', str(tasks)]
-        command += ['--output_path', str(tmp_path / 'out' / f'{len(list(tmp_path.glob("out/*")))}' / 'results.json')]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
+def test_the_command_runs_offline(trained: Path, tmp_path: Path) -> None:
+    """In each mode; mistakes are one line."""
     bits = set()
     for number, mode in enumerate(('standard', 'soft', 'fused,fused_passes=2')):
-        done = lm_eval(f'workdir={workdir},mode={mode},batch_size=4')
-        assert done.returncode == 0, done.stderr[-3000:]
-        (path,) = (tmp_path / 'out' / str(number)).rglob('results*.json')
-        results = json.loads(path.read_text())
+        done = finish(ask(trained, tmp_path / f'{number}', f'workdir={trained}/run,mode={mode},batch_size=4'))
+        assert done.status == 0, done.text[-3000:]
+        results = results_in(tmp_path / f'{number}')
         assert results['config']['model_step'] == 60
         bits.add(round(results['results']['austen_text']['bits_per_byte,none'], 4))
         assert results['results']['austen_next']['acc,none'] >= 0
     assert len(bits) == 3
     assert max(bits) < 8  # it has learned something
-    wrong = lm_eval(f'workdir={tmp_path}/nothing')
-    assert wrong.returncode == 2
-    assert wrong.stderr.strip().splitlines()[-1].startswith('fbt: ')
+    wrong = finish(ask(trained, None, f'workdir={tmp_path}/nothing'))
+    assert wrong.status == 2
+    assert wrong.err.splitlines()[-1].startswith('fbt: ')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['soft', 'fused'])
+def test_two_processes_answer_as_one(mode: str, trained: Path, tmp_path: Path) -> None:
+    arguments = f'workdir={trained}/run,mode={mode},batch_size=3'
+    asked_of = [('one', {})] + [('two', extra) for extra in environments(2)]
+    done = [finish(p) for p in [ask(trained, tmp_path / name, arguments, **extra) for name, extra in asked_of]]
+    assert [d.status for d in done] == [0, 0, 0], done[1].text[-3000:]
+    assert ['|austen_text' in d.out for d in done] == [True, True, False]  # process 0 writes alone
+    one, two = (responses_in(tmp_path / name) for name in ('one', 'two'))
+    assert len(one) == 12 + 3 + 4
+    assert one.keys() == two.keys()
+    said: dict[Any, float] = {'True': 1, 'False': 0}  # whether it is the likeliest; all are stored as texts
+    for key, answers in one.items():
+        if key[0].endswith('austen_write'):
+            assert answers == two[key]
+        else:
+            found, expected = ([float(said.get(x, x)) for x in np.ravel(a)] for a in (two[key], answers))
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+    a, b = (results_in(tmp_path / name)['results'] for name in ('one', 'two'))
+    assert a['austen_next'] == b['austen_next']
+    assert a['austen_text']['bits_per_byte,none'] == pytest.approx(b['austen_text']['bits_per_byte,none'], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_that_are_asked_differently_say_so_and_leave(trained: Path) -> None:
+    first, second = environments(2)
+    both = [
+        ask(trained, None, f'workdir={trained}/run', tasks='austen_next', **first),
+        ask(trained, None, f'workdir={trained}/run', tasks='austen_text', **second),
+    ]
+    for number, done in enumerate([finish(process) for process in both]):
+        assert done.status == 2, done.text[-3000:]
+        assert f'fbt: [process {number}] process 1 was started with requests = ' in done.err
+
+
+@pytest.mark.slow
+def test_lm_eval_itself_finds_the_model_where_a_task_s_file_names_it(trained: Path, tmp_path: Path) -> None:
+    """As README.md says; the tasks after it may be any."""
+    names = 'metadata:\n  model: !function fbt_jax.interop.lm_eval_model.FbtLM\n'
+    task = tmp_path / 'with_fbt.yaml'
+    task.write_text(f'include: {trained}/tasks/austen_write.yaml\n{names}')
+    command = str(Path(sys.executable).with_name('lm_eval'))
+    arguments = f'workdir={trained}/run,mode=soft,batch_size=auto'
+    done = finish(ask(trained, tmp_path / 'out', arguments, tasks=f'{task},austen_next', command=command))
+    assert done.status == 0, done.text[-3000:]
+    assert results_in(tmp_path / 'out')['results'].keys() == {'austen_write', 'austen_next'}

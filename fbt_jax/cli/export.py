@@ -43,8 +43,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     print(f'{args.out}: {told.parameters:,} parameters of step {trained.step}, {args.dtype}')
     passes = f'passes 1..{len(told.difference)}'
     print(f'logits of {passes} over {told.rows} differ from the run by {differences} at most')
-    if told.computed_in != 'float32':
-        print(f'computed in {told.computed_in}: in float32 this model lets rounding grow past what is allowed')
+    if told.fed_computed_in != 'float32':
+        print(f'pass 1 in float32, the others in {told.fed_computed_in}: in float32 they let rounding grow too far')
     if not told.tokenizer:
         print(f'no tokenizer is written: transformers has none for data.tokenizer = {trained.config.data.tokenizer!r}')
     return 0

@@ -20,7 +20,7 @@ from fbt_jax.inference.sampling import Sampling, choose
 from fbt_jax.model import kv_cache
 from fbt_jax.model.transformer import Transformer, compute_dtype, head_table, logits
 from fbt_jax.passes import prefill
-from fbt_jax.sharding import constrain
+from fbt_jax.sharding import constrain, replicated
 
 MODES = ('standard', 'soft', 'fused')
 
@@ -104,7 +104,9 @@ def begin(
         tokens_BN=jnp.zeros(shape, jnp.int32),
         log_probs_BN=jnp.zeros(shape, jnp.float32),
     )
-    return _choose(model, params, blank, stop_ids=stop_ids, rows_B=rows_B, key=key, sampling=sampling, kind=kind)
+    return _readable(
+        _choose(model, params, blank, stop_ids=stop_ids, rows_B=rows_B, key=key, sampling=sampling, kind=kind)
+    )
 
 
 @partial(jax.jit, static_argnames=('model', 'kind', 'feedback'), donate_argnames='state')
@@ -139,7 +141,13 @@ def advance(
         state = state._replace(cache=cache, hidden_BD=hidden_B1D[:, 0], position_B=state.position_B + 1)
         return _choose(model, params, state, stop_ids=stop_ids, rows_B=rows_B, key=key, sampling=sampling, kind=kind)
 
-    return jax.lax.while_loop(going, step, state)
+    return _readable(jax.lax.while_loop(going, step, state))
+
+
+def _readable(state: Decoding) -> Decoding:
+    """What the host looks at whole on each device, so that every process can."""
+    tokens_BN, log_probs_BN = replicated((state.tokens_BN, state.log_probs_BN))
+    return state._replace(tokens_BN=tokens_BN, log_probs_BN=log_probs_BN)
 
 
 def _choose(

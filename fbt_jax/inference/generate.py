@@ -21,6 +21,7 @@ from fbt_jax.sharding import RULES, axis_size
 LEAST = 128  # what prompts, caches and new tokens are rounded up to: kernels want as much, and few programs serve all
 STEPS_AT_A_TIME = 16  # between two looks at the texts
 MOST_SAMPLES = 2**10  # a row's number is that of its prompt times this, and of its sample
+MOST_PROMPTS = 2**31 // MOST_SAMPLES  # so that it is an int32
 
 
 class Generations(NamedTuple):
@@ -62,6 +63,7 @@ def stream(
     seed: int = 0,
     fused_passes: int = 1,
     stop: Sequence[str] = (),
+    numbers: Sequence[int] | None = None,
 ) -> Generator[Piece, None, Generations]:
     """Yields text as it comes; returns `Generations`.
 
@@ -74,6 +76,7 @@ def stream(
       seed: rows draw by (seed, prompt's number, sample's number, step), whatever is decoded beside them.
       fused_passes: f >= 1 passes over the prompt after the plain one, for mode 'fused'.
       stop: texts that end a row; EOS always does.
+      numbers: of the prompts, in 0..2**21 - 1, by which they draw (default: 0, 1, ...).
 
     Raises:
       UserError: an argument is out of range, a prompt and its continuation are longer than the trained context, or the
@@ -95,6 +98,9 @@ def stream(
     require(not isinstance(prompts, str), 'prompts', prompts, 'must be a list of prompts')
     ids = [_encoded(run, prompt) for prompt in prompts]
     require(len(ids) > 0, 'prompts', prompts, 'there is none')
+    numbers = range(len(ids)) if numbers is None else numbers
+    fit = len(numbers) == len(ids) and all(0 <= n < MOST_PROMPTS for n in numbers)
+    require(fit, 'numbers', numbers, f'must be one of 0..{MOST_PROMPTS - 1} for each prompt')
     context = run.config.data.seq_len
     longest = max(map(len, ids))
     if longest + max_tokens > context:
@@ -115,18 +121,18 @@ def stream(
     count = len(ids) * num_samples
     rows_B = np.arange(padded_rows(count))
     real_B = rows_B < count
+    prompt_B = np.where(real_B, rows_B // num_samples, 0)
     eos = getattr(run.tokenizer, 'eos_id', -1)
     common: dict[str, Any] = {
         'stop_ids': jnp.array([eos]),
         # The number of a row's noise must not change with that of the others' samples.
-        'rows_B': jnp.asarray(rows_B // num_samples * MOST_SAMPLES + rows_B % num_samples, jnp.int32),
+        'rows_B': jnp.asarray(np.asarray(numbers)[prompt_B] * MOST_SAMPLES + rows_B % num_samples, jnp.int32),
         'key': jax.random.key(seed),
         'sampling': Sampling(jnp.float32(temperature or 1), jnp.int32(top_k), jnp.float32(top_p)),
         'kind': 'greedy' if temperature == 0 else 'restricted' if top_k or top_p < 1 else 'free',
     }
-    prompt_B = jnp.asarray(np.where(real_B, rows_B // num_samples, 0))
     room = rounded(max(max_tokens, LEAST), context)
-    state = begin(run.model, params, read, prompt_B, jnp.asarray(~real_B), max_tokens=room, **common)
+    state = begin(run.model, params, read, jnp.asarray(prompt_B), jnp.asarray(~real_B), max_tokens=room, **common)
     texts = _Texts(run.tokenizer, count, eos, tuple(stop))
     while True:
         steps = int(state.steps)

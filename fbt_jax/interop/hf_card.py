@@ -25,8 +25,11 @@ loss NLL of pass 1 + mean NLL of passes 2 to K. The context is {context} tokens.
 """
 
 
-def model_card(run: Any, metrics: list[dict[str, Any]], *, parameters: int, dtype: str) -> str:
-    """`run`: of `load_run`. metrics: rows of its metrics.jsonl; those past its step are not its own."""
+def model_card(run: Any, metrics: list[dict[str, Any]], *, parameters: int, dtype: str, tokenizer: bool) -> str:
+    """`run`: of `load_run`. metrics: rows of its metrics.jsonl; those past its step are not its own.
+
+    tokenizer: whether one lies beside it.
+    """
     config, model = run.config, run.config.model
     rows = [row for row in metrics if row['step'] <= run.step]
     pattern = f'{model.window} keys, but in every {model.full_attention_every}. layer all'
@@ -44,7 +47,13 @@ def model_card(run: Any, metrics: list[dict[str, Any]], *, parameters: int, dtyp
     }
     lines = ['# A Full-bandwidth Transformer', '', _what(run), '', '| | |', '|---|---|']
     lines += [f'| {name} | {value} |' for name, value in facts.items()]
-    lines += ['', *_validation(rows), USE.format(**_snippets(run)), '', NOTES.format(context=config.data.seq_len)]
+    lines += [
+        '',
+        *_validation(rows),
+        USE.format(**_snippets(run, tokenizer)),
+        '',
+        NOTES.format(context=config.data.seq_len),
+    ]
     front = '---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n'
     return front + '\n'.join(lines).rstrip() + '\n'
 
@@ -55,13 +64,12 @@ def _what(run: Any) -> str:
     return 'Trained with fbt_jax, without feedback: an ordinary decoder-only transformer.'
 
 
-def _snippets(run: Any) -> dict[str, str]:
+def _snippets(run: Any, tokenizer: bool) -> dict[str, str]:
     here = '/path/to/this/folder'
-    text = run.tokenizer is not None and not str(run.config.data.tokenizer).endswith(('.model', '.tiktoken'))
     return {
         'here': here,
-        'import_tokenizer': ', AutoTokenizer' if text else '\nimport torch',
-        'prompt': TEXT.format(here=here) if text else IDS,
+        'import_tokenizer': ', AutoTokenizer' if tokenizer else '\nimport torch',
+        'prompt': TEXT.format(here=here) if tokenizer else IDS,
         'fed': FED if run.trained_feedback else '',
     }
 

@@ -2,38 +2,37 @@
 
     python -m fbt_jax.interop.lm_eval_model --model fbt --model_args workdir=DIR,mode=fused,fused_passes=1 --tasks ...
 
-All other flags are those of `lm_eval`, which looks for models in its own package only; hence this command. In Python:
+All other flags are those of `lm_eval`, which looks for models in its own package only; hence this command. `lm_eval`
+itself finds the model where a task's file names a function of this module (README). In Python:
 `lm_eval.simple_evaluate(model=FbtLM(load_run(DIR), mode='soft'), tasks=...)`.
 
-What a score is made of (method.md section 5):
+Several processes (training/processes.py) make all requests together on one mesh, and the first one writes the results:
+the harness's own way for models that are split over processes, LOCAL_RANK.
 
-    standard   one plain pass over context and continuation
-    fused      the last of 1 + fused_passes passes over context and continuation
-    soft       one plain pass over the context, then each token of the continuation fused with the state before it
-
-Shapes: B rows, T inputs, P of them prompt, N tokens of a continuation, D width.
+What a score is made of is said in lm_eval_scores.py. Shapes: B rows, T inputs, N tokens of a continuation.
 """
 
+import collections
+import hashlib
 import itertools
 import logging
+import os
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fbt_jax.batch import Batch
 from fbt_jax.errors import UserError, require
-from fbt_jax.inference.decode import MODES, read_prompts
-from fbt_jax.inference.generate import LEAST, generate, padded_rows, rounded
-from fbt_jax.losses import TokenLosses, token_losses
-from fbt_jax.model.transformer import head_table
-from fbt_jax.passes import multi_pass
-from fbt_jax.sharding import constrain, replicated
+from fbt_jax.inference.decode import MODES
+from fbt_jax.inference.generate import LEAST, MOST_PROMPTS, generate, padded_rows, rounded
+from fbt_jax.interop.lm_eval_scores import score_passes, score_soft
+from fbt_jax.losses import TokenLosses
+from fbt_jax.training import processes
 from fbt_jax.training.run_folder import Run, load_run, spread
 
 try:
@@ -71,7 +70,9 @@ class FbtLM(LM):
       run: of `load_run`; the harness gives `workdir` and `step` instead.
       mode: 'standard', 'soft' or 'fused'.
       fused_passes: f >= 1 passes after the plain one, for mode 'fused' only (default 1).
-      batch_size: rows at a time; no result depends on it. Among the model's arguments it beats `--batch_size`.
+      batch_size: rows at a time; no result depends on it. Among the model's arguments it beats `--batch_size`. 'auto':
+        as many as hold what a microbatch of the training held, half of that whenever the memory does not suffice.
+      max_batch_size: of 'auto' (default: no limit).
       max_length: inputs of a row at most (default: the trained context). Longer ones lose their left end.
       seed: of texts that are sampled.
       device: not read: JAX takes all devices there are (JAX_PLATFORMS says of which kind).
@@ -87,23 +88,29 @@ class FbtLM(LM):
         mode: str = 'standard',
         fused_passes: int | None = None,
         batch_size: int | str = 8,
+        max_batch_size: int | None = None,
         max_length: int | None = None,
         seed: int = 0,
         device: str | None = None,
-        max_batch_size: int | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
-        known = 'workdir, step, mode, fused_passes, batch_size, max_length, seed'
+        known = 'workdir, step, mode, fused_passes, batch_size, max_batch_size, max_length, seed'
         for name, value in unknown.items():
             raise UserError(f'{name} = {value!r}: no argument of the model; those are {known}')
         require(mode in MODES, 'mode', mode, f'must be one of {", ".join(MODES)}')
         require(fused_passes is None or mode == 'fused', 'fused_passes', fused_passes, f'has no effect in mode {mode}')
         require(_is_int(fused_passes, 1) or fused_passes is None, 'fused_passes', fused_passes, 'must be at least 1')
-        require(str(batch_size).isdigit() and int(batch_size) > 0, 'batch_size', batch_size, 'must be a number above 0')
+        auto = batch_size == 'auto'
+        sized = auto or (str(batch_size).isdigit() and int(batch_size) > 0)
+        require(sized, 'batch_size', batch_size, "must be a number above 0, or 'auto'")
+        require(
+            auto or max_batch_size is None, 'max_batch_size', max_batch_size, 'has no effect: is of batch_size=auto'
+        )
+        capped = max_batch_size is None or _is_int(max_batch_size, 1)
+        require(capped, 'max_batch_size', max_batch_size, 'must be at least 1')
         require(_is_int(seed, 0) and seed < 2**31, 'seed', seed, 'must lie in 0..2**31 - 1')
         del device  # the harness names one whether anybody asked for it or not
-        require(max_batch_size is None, 'max_batch_size', max_batch_size, 'has no effect: there is no automatic size')
         context = run.config.data.seq_len
         if max_length is not None:
             fits = _is_int(max_length, 1) and max_length <= context
@@ -115,7 +122,10 @@ class FbtLM(LM):
         self._run, self._mesh = spread(run, split_rows=False)
         self._tokenizer: Any = run.tokenizer
         self._mode, self._passes = mode, 1 + (fused_passes or 1) if mode == 'fused' else 1
-        self._batch_size, self._context, self._seed = int(batch_size), context, seed
+        training = run.config.data.batch_size // run.config.training.microbatches * context
+        self._positions = training if auto else None  # of a batch, in all its rows
+        self._most_rows = (max_batch_size or sys.maxsize) if auto else int(batch_size)
+        self._context, self._seed, self._calls = context, seed, itertools.count()
         self.max_length = max_length or context
 
     # What the harness asks for
@@ -147,6 +157,7 @@ class FbtLM(LM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         texts = [request.args for request in requests]
         pairs = encode_pairs(self._tokenizer, texts)
+        self._meet(texts)
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         for i, score in self._scores(pairs, 'loglikelihood', disable_tqdm):
             results[i] = (score.log_prob, score.greedy)
@@ -170,6 +181,7 @@ class FbtLM(LM):
             for ids in encoded
         ]
         windows = list(itertools.chain(*windows_of))
+        self._meet(documents)
         parts = [0.0] * len(windows)
         for i, score in self._scores(windows, 'loglikelihood_rolling', disable_tqdm):
             parts[i] = score.log_prob
@@ -185,31 +197,45 @@ class FbtLM(LM):
         encoded = self._tokenizer.encode_batch([context for context, _ in arguments]) if arguments else []
         prompts = [[self._tokenizer.bos_id, *ids.tolist()] for ids in encoded]
         options = [self._options(given) for _, given in arguments]
-        cut = 0
+        self._meet(arguments)
+        too_many, cut = 0, 0
         for i, chosen in enumerate(options):
-            room = self.max_length - chosen['max_tokens']
-            require(room > 0, 'max_gen_toks', chosen['max_tokens'], f'leaves no room for a prompt in {self.max_length}')
+            if chosen['max_tokens'] >= self.max_length:
+                too_many += 1
+                chosen['max_tokens'] = max(self.max_length // 2, 1)
+            room = max(self.max_length - chosen['max_tokens'], 1)
             cut += len(prompts[i]) > room
             prompts[i] = prompts[i][-room:]
-        _tell_cut(cut, len(prompts), self.max_length)
+        if too_many:
+            told = '%d of %d requests: max_gen_toks leaves no room for prompts in max_length = %d: half of it is taken'
+            self._warn(told, too_many, len(prompts), self.max_length)
+        self._tell_cut(cut, len(prompts))
+        numbers_of = _noise_numbers(prompts)
         results = [''] * len(prompts)
-        bar = tqdm(total=len(prompts), desc='generate_until', disable=disable_tqdm)
+        bar = self._bar(len(prompts), 'generate_until', disable_tqdm)
         with jax.set_mesh(self._mesh):
-            for numbers in self._groups(prompts, options):
-                sampled = options[numbers[0]]['temperature'] > 0
-                texts = generate(
-                    self._run,
-                    [prompts[i] for i in (numbers[:1] if sampled else numbers)],
-                    mode=self._mode,
-                    num_samples=len(numbers) if sampled else 1,
-                    seed=(self._seed + zlib.crc32(repr(prompts[numbers[0]]).encode())) % 2**31 if sampled else 0,
-                    fused_passes=max(self._passes - 1, 1),
-                    **options[numbers[0]],
-                ).texts
-                for i, text in zip(numbers, texts, strict=True):
-                    results[i] = text
-                    self.cache_hook.add_partial('generate_until', arguments[i], text)
-                bar.update(len(numbers))
+            for chosen, waiting in self._groups(prompts, options):
+                while waiting:
+                    longest = len(prompts[waiting[0]]) + chosen['max_tokens']
+                    numbers = waiting[: self._rows(longest)]
+                    try:
+                        texts = generate(
+                            self._run,
+                            [prompts[i] for i in numbers],
+                            mode=self._mode,
+                            seed=self._seed,
+                            fused_passes=max(self._passes - 1, 1),
+                            numbers=[numbers_of[i] for i in numbers],
+                            **chosen,
+                        ).texts
+                    except jax.errors.JaxRuntimeError as error:
+                        self._take_less(error, longest)
+                        continue
+                    del waiting[: len(numbers)]
+                    for i, text in zip(numbers, texts, strict=True):
+                        results[i] = text
+                        self.cache_hook.add_partial('generate_until', arguments[i], text)
+                    bar.update(len(numbers))
         bar.close()
         return results
 
@@ -220,19 +246,57 @@ class FbtLM(LM):
         most = max((len(pair.continuation) for pair in pairs), default=0)
         require(most <= self.max_length, 'max_length', self.max_length, f'a continuation has {most} tokens')
         whole = [sum(map(len, pair)) for pair in pairs]
-        _tell_cut(sum(n - 1 > self.max_length for n in whole), len(pairs), self.max_length)
+        self._tell_cut(sum(n - 1 > self.max_length for n in whole), len(pairs))
         # The last token is no input, hence the 1.
         pairs = [Pair(p.context[-(self.max_length + 1 - len(p.continuation)) :], p.continuation) for p in pairs]
-        order = sorted(range(len(pairs)), key=lambda i: -min(whole[i], self.max_length + 1))
-        bar = tqdm(total=len(pairs), desc=name, disable=disable_tqdm)
-        size = max(1, min(self._batch_size, len(pairs)))
-        for start in range(0, len(order), size):
-            numbers = order[start : start + size]
-            with jax.set_mesh(self._mesh):
-                scores = self._score([pairs[i] for i in numbers], padded_rows(size))
+        waiting = sorted(range(len(pairs)), key=lambda i: -min(whole[i], self.max_length + 1))
+        bar = self._bar(len(pairs), name, disable_tqdm)
+        while waiting:
+            longest = sum(map(len, pairs[waiting[0]]))
+            size = min(self._rows(longest), len(pairs))
+            numbers = waiting[:size]
+            try:
+                with jax.set_mesh(self._mesh):
+                    scores = self._score([pairs[i] for i in numbers], padded_rows(size))
+            except jax.errors.JaxRuntimeError as error:
+                self._take_less(error, longest)
+                continue
+            waiting = waiting[size:]
             yield from zip(numbers, scores, strict=True)
             bar.update(len(numbers))
         bar.close()
+
+    def _rows(self, longest: int) -> int:
+        """How many rows a batch may have whose longest comes to so many positions."""
+        if self._positions is None:
+            return self._most_rows
+        rows = max(self._positions // rounded(max(longest, LEAST), self._context), 1)
+        return min(1 << (rows.bit_length() - 1), self._most_rows)  # they are rounded up to powers of two
+
+    def _take_less(self, error: Exception, longest: int) -> None:
+        """Halves what a batch may hold where the memory did not suffice; raises `error` where that is no cure."""
+        rows = self._rows(longest)
+        if self._positions is None or rows == 1 or 'RESOURCE_EXHAUSTED' not in str(error):
+            raise error
+        self._positions = rows // 2 * rounded(max(longest, LEAST), self._context)
+        LOG.info('batch_size = auto: %d rows do not fit, %d are tried', rows, rows // 2)
+
+    def _meet(self, requests: list[Any]) -> None:
+        """Several processes begin a batch of work together, and must be asked the same."""
+        processes.meet(f'lm_eval {next(self._calls)}')
+        processes.agree({'requests': hashlib.sha256(repr(requests).encode()).hexdigest()})
+
+    def _bar(self, total: int, name: str, disable_tqdm: bool) -> Any:
+        return tqdm(total=total, desc=name, disable=disable_tqdm or not processes.is_primary())
+
+    def _warn(self, *told: Any) -> None:
+        if processes.is_primary():
+            LOG.warning(*told)
+
+    def _tell_cut(self, cut: int, count: int) -> None:
+        if cut:
+            told = '%d of %d requests: contexts lose their left ends, for max_length = %d'
+            self._warn(told, cut, count, self.max_length)
 
     def _score(self, pairs: list[Pair], rows: int) -> list[Score]:
         """Of at most `rows` pairs, in one program whose sizes are rounded up; rows without a pair count for nothing."""
@@ -274,19 +338,25 @@ class FbtLM(LM):
             options |= {'top_p': float(chosen.get('top_p') or 1.0), 'top_k': int(chosen.get('top_k') or 0)}
         return options
 
-    def _groups(self, prompts: list[list[int]], options: list[dict[str, Any]]) -> Iterator[list[int]]:
-        """Numbers of the prompts that are continued together.
-
-        Greedy ones: as many as a batch holds, the longest first. What is sampled: all repeats of one prompt, as its
-        samples, with a seed of the prompt's own: so a text depends neither on the batch size nor on its neighbours.
-        """
-        together: dict[Any, list[int]] = {}
+    def _groups(
+        self, prompts: list[list[int]], options: list[dict[str, Any]]
+    ) -> Iterator[tuple[dict[str, Any], list[int]]]:
+        """Numbers of the prompts that have the same options, the longest first."""
+        together = collections.defaultdict(list)
         for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-            own = tuple(prompts[i]) if options[i]['temperature'] > 0 else None
-            together.setdefault((tuple(options[i].items()), own), []).append(i)
-        for (_, own), numbers in together.items():
-            size = len(numbers) if own is not None else self._batch_size
-            yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
+            together[tuple(options[i].items())].append(i)
+        for chosen, numbers in together.items():
+            yield dict(chosen), numbers
+
+
+def _noise_numbers(prompts: list[list[int]]) -> list[int]:
+    """By which prompts draw: of the prompt and how often it came before, so that no other request changes a text."""
+    seen: collections.Counter[tuple[int, ...]] = collections.Counter()
+    numbers = []
+    for prompt in map(tuple, prompts):
+        numbers.append(zlib.crc32(repr((prompt, seen[prompt])).encode()) % MOST_PROMPTS)
+        seen[prompt] += 1
+    return numbers
 
 
 def encode_pairs(tokenizer: Any, texts: Sequence[tuple[str, str]]) -> list[Pair]:
@@ -310,73 +380,8 @@ def encode_pairs(tokenizer: Any, texts: Sequence[tuple[str, str]]) -> list[Pair]
     return pairs
 
 
-@partial(jax.jit, static_argnames=('model', 'num_passes'))
-def score_passes(
-    model: Any,
-    params: Any,
-    tokens_BT: jax.Array,
-    lengths_B: jax.Array,
-    *,
-    context_B: jax.Array,
-    continuation_BN: jax.Array,
-    num_passes: int,
-) -> TokenLosses:
-    """(B, N) losses of continuations that follow the first `context_B` inputs, in the last of `num_passes` passes."""
-    index_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-    batch = Batch(
-        tokens=tokens_BT,
-        targets=None,
-        weights=None,
-        segment_ids=(index_T < lengths_B[:, None]).astype(jnp.int32),
-        positions=jnp.broadcast_to(index_T, tokens_BT.shape),
-    )
-    hidden_BTD = multi_pass(model, params, batch, num_passes=num_passes, per_pass=lambda *_: None).hidden_BTD
-    place_BN = context_B[:, None] - 1 + jnp.arange(continuation_BN.shape[1])
-    place_BN = jnp.minimum(place_BN, tokens_BT.shape[1] - 1)
-    hidden_BND = jnp.take_along_axis(hidden_BTD, place_BN[..., None], axis=1)
-    return _losses(model, params, hidden_BND, continuation_BN)
-
-
-@partial(jax.jit, static_argnames=('model', 'capacity'))
-def score_soft(
-    model: Any, params: Any, tokens_BP: jax.Array, lengths_B: jax.Array, *, continuation_BN: jax.Array, capacity: int
-) -> TokenLosses:
-    """(B, N) losses of continuations fed token by token, each fused with the state before it; prompts read plainly.
-
-    capacity: positions that a prompt and its continuation come to. What is fed past a row's continuation is not read.
-    """
-    read = read_prompts(model, params, tokens_BP, lengths_B, num_passes=1, capacity=capacity)
-
-    def step(carry: tuple[Any, jax.Array, jax.Array], token_B: jax.Array) -> tuple[Any, jax.Array]:
-        cache, hidden_BD, position_B = carry
-        fed_B1D, cache = model.apply(
-            {'params': params},
-            token_B[:, None],
-            hidden_BD[:, None],
-            plain_BT=jnp.zeros_like(token_B[:, None], bool),
-            positions_BT=position_B[:, None],
-            cache=cache,
-        )
-        return (cache, fed_B1D[:, 0], position_B + 1), hidden_BD
-
-    first = (read.cache, constrain(read.hidden_BD, 'batch', None), lengths_B)
-    _, hidden_NBD = jax.lax.scan(step, first, continuation_BN.T)
-    return _losses(model, params, jnp.moveaxis(hidden_NBD, 0, 1), continuation_BN)
-
-
-def _losses(model: Any, params: Any, hidden_BND: jax.Array, continuation_BN: jax.Array) -> TokenLosses:
-    hidden_BND = constrain(hidden_BND, 'batch', 'length', 'state')
-    vocab_size = model.config.vocab_size
-    return replicated(token_losses(hidden_BND, head_table(params), continuation_BN, vocab_size=vocab_size))
-
-
 def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _tell_cut(cut: int, count: int, max_length: int) -> None:
-    if cut:
-        LOG.warning('%d of %d requests: contexts lose their left ends, for max_length = %d', cut, count, max_length)
 
 
 def main() -> int:
@@ -384,10 +389,22 @@ def main() -> int:
     from lm_eval.__main__ import cli_evaluate
 
     try:
+        processes.join()
+        if processes.count() > 1:
+            # By this the harness tells processes that all make the same requests: the one of 0 writes.
+            os.environ['LOCAL_RANK'] = str(jax.process_index())
         cli_evaluate()
     except UserError as error:
-        print(f'fbt: {error}', file=sys.stderr)
+        print(f'fbt: {processes.prefix()}{error}', file=sys.stderr)
+        if processes.count() > 1:
+            processes.exit_now(2)
         return 2
+    except Exception:
+        if processes.count() > 1:
+            traceback.print_exc()
+            processes.exit_now(1)  # exit handlers would wait for the others
+        raise
+    processes.leave(0)
     return 0
 
 

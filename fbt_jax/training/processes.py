@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
 from fbt_jax.errors import UserError
 
 HEARTBEAT_SECONDS = 30
 START_SECONDS = 300  # for all processes to appear
+MEET_SECONDS = 3600
 _BY_HAND = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 _MESSAGE_BYTES = 4096
 
@@ -127,6 +129,12 @@ def agree(settings: dict[str, Any]) -> None:
     told = [t for t in (_decoded(row) for row in multihost_utils.process_allgather(_encoded(text))) if t]
     if told:
         raise UserError(told[0])
+
+
+def meet(name: str) -> None:
+    """Waits for all processes, up to MEET_SECONDS: a collective on CPUs gives up after 30 s. Each name serves once."""
+    if jax.process_count() > 1:
+        multihost.get_barrier_sync_fn()(key=name, timeout_ms=1000 * MEET_SECONDS)
 
 
 def _from_primary(text: str) -> str:
