@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from fbt_jax.errors import UserError
 
-VERBS = ('train', 'generate', 'evaluate', 'plan', 'bench', 'data', 'export')
+VERBS = ('train', 'generate', 'evaluate', 'plan', 'bench', 'data', 'export', 'import')
 
 
 class _Parser(argparse.ArgumentParser):

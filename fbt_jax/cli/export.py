@@ -26,12 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     no_more_arguments(rest)
-    from fbt_jax.interop.hf_export import export_hf, require_new, require_packages
+    from fbt_jax.interop.hf_compare import require_new, require_packages
+    from fbt_jax.interop.hf_export import export_hf
     from fbt_jax.training.metrics import read_rows
     from fbt_jax.training.run_folder import data_folder, load_run
 
-    require_packages()
-    require_new(args.out)
+    require_packages('--format=hf')
+    require_new(args.out, '--out')
     trained = load_run(args.workdir, args.step)
     path = Path(args.workdir) / 'metrics.jsonl'
     try:
@@ -43,8 +44,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     print(f'{args.out}: {told.parameters:,} parameters of step {trained.step}, {args.dtype}')
     passes = f'passes 1..{len(told.difference)}'
     print(f'logits of {passes} over {told.rows} differ from the run by {differences} at most')
-    if told.fed_computed_in != 'float32':
-        print(f'pass 1 in float32, the others in {told.fed_computed_in}: in float32 they let rounding grow too far')
+    if told.computed_in != 'float32':
+        print(f'computed in {told.computed_in}: in float32 rounding alone exceeds what is allowed')
     if not told.tokenizer:
         print(f'no tokenizer is written: transformers has none for data.tokenizer = {trained.config.data.tokenizer!r}')
     return 0

@@ -243,8 +243,8 @@ def _austen(tokenizer: Tokenizer) -> tuple[InMemory, InMemory]:
     return _in_memory(tokenizer, train), _in_memory(tokenizer, validation)
 
 
-@functools.cache
-def _in_memory(tokenizer: Tokenizer, texts: tuple[str, ...]) -> InMemory:
+@functools.cache  # of the tokenizer as an object: `open_tokenizer` gives the same one each time
+def _in_memory(tokenizer: Any, texts: tuple[str, ...]) -> InMemory:
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     bos, eos = np.array([tokenizer.bos_id], dtype), np.array([tokenizer.eos_id], dtype)
     pieces = [np.concatenate([bos, ids.astype(dtype), eos]) for ids in tokenizer.encode_batch(texts)]

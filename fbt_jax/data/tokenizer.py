@@ -34,6 +34,8 @@ class Tokenizer(Protocol):
     fingerprint: str  # sha256 (hex) of all that decides the encoding
     file: tuple[str, bytes] | None  # name and content of the file it was read from, None for a built-in one
 
+    def __hash__(self) -> int: ...
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; no BOS or EOS is added."""
         ...

@@ -8,13 +8,8 @@ user would, and its logits of passes 1 to 3 must be the run's. Only then it gets
 Shapes: K passes, B rows, T positions, P of them compared, V vocabulary.
 """
 
-import dataclasses
-import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from importlib import resources
 from pathlib import Path
@@ -24,21 +19,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fbt_jax.batch import Batch
 from fbt_jax.config_model import ModelConfig
 from fbt_jax.data import corpus, open_data
 from fbt_jax.errors import UserError, require
 from fbt_jax.interop.hf_card import model_card
+from fbt_jax.interop.hf_compare import (
+    TOLERANCE,
+    allow_as_usual,
+    allowed,
+    logits_at,
+    require_new,
+    require_packages,
+    run_script,
+)
 from fbt_jax.interop.hf_tokenizer import probes, tokenizer_files
-from fbt_jax.model.transformer import Transformer, head_table, logits
-from fbt_jax.passes import multi_pass
 
-NEEDED = ('torch', 'transformers', 'safetensors')
 DTYPES = ('float32', 'bfloat16')
-TOLERANCE = 1e-4  # of logits
-# Fed passes may blow rounding up, those of a map that diverges above all: where they differ in float32, float64 tells
-# rounding from a mistake. Pass 1 has nothing that blows up: it must agree in float32.
-FED_COMPARED_IN = ('float32', 'float64')
+# Fed passes may blow rounding up, those of a map that diverges above all: where logits differ in float32, float64 tells
+# rounding from a mistake. Pass 1 has nothing that blows it up: it must agree in float32 too, see hf_compare.py.
+COMPARED_IN = ('float32', 'float64')
 COMPARED_PASSES, COMPARED_ROWS = 3, 2
 MOST_COMPARED = 256  # positions of a row whose logits are compared, evenly spread
 MODELING = 'modeling_fbt.py'
@@ -49,7 +48,7 @@ class Exported(NamedTuple):
 
     parameters: int
     difference: tuple[float, ...]
-    fed_computed_in: str  # passes 2 and on; pass 1 is compared in float32
+    computed_in: str
     rows: str  # what was compared on
     tokenizer: bool
 
@@ -68,8 +67,8 @@ def export_hf(
       RuntimeError: what was written doesn't load, or computes something else than the run. Nothing is left behind.
     """
     require(dtype in DTYPES, '--dtype', dtype, f'must be one of {", ".join(DTYPES)}')
-    require_packages()
-    require_new(out)
+    require_packages('--format=hf')
+    require_new(out, '--out')
     weights = torch_weights(run, dtype)
     tokens_BT, rows = real_text(run, data_folder)
     text_files = tokenizer_files(run.tokenizer, run.config.data)
@@ -78,27 +77,13 @@ def export_hf(
     try:
         card = model_card(run, metrics, parameters=count(weights), dtype=dtype, tokenizer=bool(text_files))
         write(folder, run, weights, text_files, card)
-        difference, fed_computed_in = compare(folder, run, weights, tokens_BT)
+        difference, computed_in = compare(folder, run, weights, tokens_BT)
         allow_as_usual(folder)
         folder.replace(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return Exported(count(weights), difference, fed_computed_in, rows, bool(text_files))
-
-
-def require_packages() -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"--format=hf needs {', '.join(missing)}: pip install 'fbt-jax[hf]'")
-
-
-def require_new(out: str) -> None:
-    path = Path(out).absolute()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UserError(f'--out={out}: must be a new folder; this one exists and is not empty')
-    if not path.parent.is_dir():
-        raise UserError(f'--out={out}: must lie in a folder that exists')
+    return Exported(count(weights), difference, computed_in, rows, bool(text_files))
 
 
 def write(folder: Path, run: Any, weights: dict[str, np.ndarray], text_files: dict[str, str], card: str) -> None:
@@ -139,11 +124,19 @@ def hf_config(run: Any, dtype: str) -> dict[str, Any]:
         'sliding_window': c.window or None,
         'layer_types': ['sliding_attention' if w else 'full_attention' for w in c.layer_windows],
         'rope_theta': c.rope_theta,
-        'rms_norm_eps': 1e-6,
+        'rope_factors': list(c.rope_scaling),
+        'rms_norm_eps': c.norm_epsilon,
+        'head_dim': c.head_dim,
+        'head_gate': c.head_gate,
+        'qk_norm': c.qk_norm,
+        'post_norms': c.post_norms,
+        'depth_scaling': c.depth_scaling,
+        'biases': list(c.biases),
+        'input_norm': c.input_norm,
         'fusion': c.fusion,
         'trained_feedback': run.trained_feedback,
         'feedback_loss_weight': run.config.passes.loss_weight,
-        'tie_word_embeddings': True,
+        'tie_word_embeddings': c.tied_embedding,
         **_special_ids(run.tokenizer),
     }
 
@@ -158,18 +151,20 @@ def _special_ids(tokenizer: Any) -> dict[str, int]:
 def torch_weights(run: Any, dtype: str) -> dict[str, np.ndarray]:
     """The parameters under the names of modeling_fbt.py, each matrix (outputs, inputs), without padded rows."""
     c: ModelConfig = run.config.model
-    weights = {'embedding.weight': np.asarray(run.params['embedding'])[: c.vocab_size]}
+    weights = {}
     for module, tree in run.params.items():
-        if module == 'embedding':
+        if module in ('embedding', 'head'):
+            weights[f'{module}.weight'] = np.asarray(tree)[: c.vocab_size]
             continue
         for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
             *names, kind = [step.key for step in path]
             array = np.asarray(value)
             array = np.swapaxes(array, -1, -2) if kind == 'kernel' else array
+            kind = 'bias' if kind == 'bias' else 'weight'
             if module == 'layers':
-                weights |= {'.'.join([module, str(i), *names, 'weight']): layer for i, layer in enumerate(array)}
+                weights |= {'.'.join([module, str(i), *names, kind]): layer for i, layer in enumerate(array)}
             else:
-                weights['.'.join([module, *names, 'weight'])] = array
+                weights['.'.join([module, *names, kind])] = array
     return {name: np.ascontiguousarray(array.astype(jnp.dtype(dtype))) for name, array in weights.items()}
 
 
@@ -198,9 +193,7 @@ def real_text(run: Any, data_folder: str | Path) -> tuple[np.ndarray, str]:
 def compare(
     folder: Path, run: Any, weights: dict[str, np.ndarray], tokens_BT: np.ndarray
 ) -> tuple[tuple[float, ...], str]:
-    """The largest difference of logits for each number of passes between the written folder and the run.
-
-    And what those of passes 2 and on were computed in: float64 where they differ too much in float32.
+    """The largest difference of logits for each number of passes between the written folder and the run, and in what.
 
     Raises:
       RuntimeError: it can't be loaded, or a difference is above TOLERANCE, or its tokenizer gives other ids.
@@ -208,61 +201,24 @@ def compare(
     passes = 1 if run.config.model.fusion == 'none' else COMPARED_PASSES
     places_P = np.unique(np.linspace(0, tokens_BT.shape[1] - 1, MOST_COMPARED).astype(int))
     texts = probes(run.tokenizer) if (folder / 'tokenizer.json').exists() else []
-    first, told = float('nan'), []
-    for dtype in FED_COMPARED_IN:
+    rounded = next(iter(weights.values())).dtype
+    params = jax.tree.map(lambda x: np.asarray(x).astype(rounded), run.params)
+    found: dict[str, list[float]] = {}
+    ours: dict[str, np.ndarray] = {}
+    for dtype in COMPARED_IN:
         read = _read(folder, tokens=tokens_BT, places=places_P, passes=passes, dtype=dtype, texts=json.dumps(texts))
         for text, ids in zip(texts, read['ids'], strict=True):
             expected = [run.tokenizer.bos_id, *run.tokenizer.encode(text)]
             if ids != expected:
                 raise RuntimeError(f'export: AutoTokenizer reads {text[:40]!r} as {ids[:8]}, the run as {expected[:8]}')
-        ours_KBPV = run_logits(run, weights, tokens_BT, places_P, num_passes=passes, dtype=dtype)
-        found = [float(np.max(np.abs(a - b))) for a, b in zip(ours_KBPV, read['logits'], strict=True)]
-        told.append(f'{", ".join(f"{d:.1e}" for d in found)} in {dtype}')
-        first = found[0] if dtype == 'float32' else first
-        difference = (first, *found[1:])
-        if all(d <= TOLERANCE for d in difference):  # so that not-a-number does not pass
-            return difference, dtype
-        if not first <= TOLERANCE:
-            break
-    raise RuntimeError(f'export: logits of passes 1, ... differ by more than {TOLERANCE}: {"; ".join(told)}')
-
-
-def run_logits(
-    run: Any,
-    weights: dict[str, np.ndarray],
-    tokens_BT: np.ndarray,
-    places_P: np.ndarray,
-    *,
-    num_passes: int,
-    dtype: str,
-) -> np.ndarray:
-    """(K, B, P, V) logits of the run in `dtype`, with its parameters rounded as they were stored."""
-    stored = next(iter(weights.values())).dtype
-    config = dataclasses.replace(run.config.model, dtype=dtype, attention='blockwise', remat='nothing')
-    model = Transformer(config)
-    wide = jax.enable_x64(dtype == 'float64')
-    with wide, jax.default_device(_cpu()), jax.default_matmul_precision('highest'):
-        params = jax.tree.map(lambda x: np.asarray(x).astype(stored).astype(dtype), run.params)
-        index_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
-        batch = Batch(
-            tokens=tokens_BT, targets=None, weights=None, segment_ids=np.ones_like(tokens_BT), positions=index_BT
-        )
-
-        def chosen(params: Any, batch: Batch) -> jax.Array:
-            def per_pass(hidden_BTD: jax.Array, _: jax.Array) -> jax.Array:
-                return logits(hidden_BTD[:, places_P], head_table(params), vocab_size=config.vocab_size or 0)
-
-            return multi_pass(model, params, batch, num_passes=num_passes, per_pass=per_pass).yields
-
-        return np.asarray(jax.jit(chosen)(params, batch))[..., : config.vocab_size]
-
-
-def _cpu() -> jax.Device:
-    """Where float32 is float32."""
-    try:
-        return jax.devices('cpu')[0]
-    except RuntimeError:
-        return jax.devices()[0]
+        ours[dtype] = logits_at(run.config.model, params, tokens_BT, places_P, num_passes=passes, dtype=dtype)
+        found[dtype] = [float(np.max(np.abs(a - b))) for a, b in zip(ours[dtype], read['logits'], strict=True)]
+        # Written so that not-a-number does not pass. Pass 1 has nothing that blows rounding up.
+        plain = len(found) == 1 or found['float32'][0] <= allowed(ours['float32'][0], ours['float64'][0])
+        if plain and all(d <= TOLERANCE for d in found[dtype]):
+            return tuple(found[dtype]), dtype
+    told = '; '.join(f'{", ".join(f"{d:.1e}" for d in found[dtype])} in {dtype}' for dtype in found)
+    raise RuntimeError(f'export: logits of passes 1, ... differ by more than {TOLERANCE}: {told}')
 
 
 def _read(folder: Path, **question: Any) -> dict[str, Any]:
@@ -270,24 +226,10 @@ def _read(folder: Path, **question: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         asked, answer = Path(scratch) / 'question.npz', Path(scratch) / 'answer'
         np.savez(asked, **question)
-        # Copies of the model's code are kept where this says, and nothing is looked up elsewhere.
-        environment = os.environ | {'HF_MODULES_CACHE': f'{scratch}/modules', 'HF_HUB_OFFLINE': '1'}
-        script = str(resources.files('fbt_jax.interop') / 'hf_read.py')
-        command = [sys.executable, '-P', script, str(folder), str(asked), str(answer)]
-        result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if result.returncode:
-            lines = [line for line in result.stderr.splitlines() if line.strip()] or ['no word of why']
-            raise RuntimeError(f'export: transformers cannot use what was written: {lines[-1]}')
+        failed = run_script('hf_read.py', folder, asked, answer, modules=f'{scratch}/modules')
+        if failed:
+            raise RuntimeError(f'export: transformers cannot use what was written: {failed}')
         return {'logits': np.load(f'{answer}.npy'), 'ids': json.loads(Path(f'{answer}.json').read_text())}
-
-
-def allow_as_usual(folder: Path) -> None:
-    """The folder and its files as readable as any new ones: temporary folders and safetensors' files are private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    folder.chmod(0o777 & ~mask)
-    for path in folder.iterdir():
-        path.chmod(0o666 & ~mask)
 
 
 def _json(content: dict[str, Any]) -> str:

@@ -3,21 +3,17 @@
     DIR/config.json  DIR/checkpoints/0  DIR/data/tokenizer.json      a run of no steps, without feedback
     DIR/config.py                                                    the config of a run that continues from it with
 
-Weights go to their places by name, none left over (hf_weights.py). A process of its own, which knows only the folder
-(hf_open.py), gives the tokenizer and the logits of `transformers`, which must be the run's. Only then DIR gets its name.
-What the run continues from computes the same: `model.input_norm = 'fused'` leaves plain inputs as they are, so its first
+Weights go to their places by name, none left over (hf_weights.py). A process that knows only the folder (hf_open.py)
+gives the tokenizer and the logits of `transformers`, which must be the run's; only then DIR gets its name. A run that
+continues from it begins with its loss: `model.input_norm = 'fused'` leaves plain inputs as they are, so that the first
 pass is the imported model.
 Shapes: B rows, T positions, P of them compared, V vocabulary.
 """
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,21 +21,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fbt_jax.batch import Batch
-from fbt_jax.config import Config, flat_keys, from_dict, to_dict
+from fbt_jax.config import Config, flat_keys
 from fbt_jax.config_data import DataConfig
 from fbt_jax.config_model import ModelConfig
 from fbt_jax.config_passes import PassesConfig
-from fbt_jax.data import corpus, open_data, resolved
-from fbt_jax.data.tokenizer import open_tokenizer
+from fbt_jax.data import corpus, load_tokenizer, open_data, resolved
 from fbt_jax.errors import UserError, require
-from fbt_jax.interop.hf_export import PROBE, TOLERANCE, allow_as_usual, require_packages
+from fbt_jax.files import replace
+from fbt_jax.interop.hf_compare import (
+    TOLERANCE,
+    allow_as_usual,
+    allowed,
+    cpu,
+    logits_at,
+    require_new,
+    require_packages,
+    run_script,
+)
+from fbt_jax.interop.hf_tokenizer import probes
 from fbt_jax.interop.hf_weights import Weights, model_config, params_of, places, require_all
-from fbt_jax.model.transformer import Transformer, head_table, logits
-from fbt_jax.passes import multi_pass
 from fbt_jax.training.checkpoint import Checkpoints
-from fbt_jax.training.run_folder import Tally, record_config
+from fbt_jax.training.run_folder import Tally, data_folder, record_config
 
+TOKENIZER = 'tokenizer.json'
+GGUF_NEEDED = ('gguf', 'accelerate')
 LONGEST = 2048  # default of data.seq_len where the model can do more
 COMPARED_ROWS, COMPARED_LENGTH, COMPARED_PLACES = 2, 512, 128
 # Of what continues from an imported model: NorMuon's update has 0.2 times its rate as RMS, so both are 1e-4 at most.
@@ -65,8 +70,9 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
       UserError: a package is missing, `source` can't be imported (says why), or `workdir` is no new folder.
       RuntimeError: the run computes something else than `transformers` does. Nothing is left behind.
     """
-    require_packages('import')
     folder, gguf_file = _where(source)
+    require_packages('fbt import', *(GGUF_NEEDED if gguf_file else ()))
+    require_new(workdir, '--workdir')
     theirs = _their_config(source, folder, gguf_file)
     model = model_config(theirs, source)
     most = theirs['max_position_embeddings']
@@ -75,27 +81,175 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
     if not gguf_file:
         require_all(Weights(folder), places(model))  # before anything takes long
     target = Path(workdir).absolute()
-    require_new(target)
     temporary = Path(tempfile.mkdtemp(prefix=f'.{target.name}.', dir=target.parent))
     try:
-        with tempfile.TemporaryDirectory() as scratch, jax.default_device(jax.devices('cpu')[0]):
+        with tempfile.TemporaryDirectory() as scratch, jax.default_device(cpu()):
             opened = _open(source, folder, gguf_file, Path(scratch), min(COMPARED_LENGTH, seq_len))
             weights = Weights(Path(scratch) if gguf_file else folder)
             require_all(weights, places(model))
             params = params_of(model, weights)
-            config = _run_config(model, opened, target, seq_len)
-            _require_same_ids(config, temporary, opened)
+            data_folder(str(temporary)).mkdir()
+            replace(data_folder(str(temporary)) / TOKENIZER, opened.tokenizer)
+            config = _config(model, opened, data_folder(str(target)) / TOKENIZER, seq_len)
+            config = dataclasses.replace(config, data=resolved(config.data, data_folder(str(temporary))))
+            _require_same_ids(config, temporary, opened, source)
             difference = _difference(model, params, opened)
-            if not difference <= TOLERANCE:  # so that not-a-number does not pass
-                raise RuntimeError(
-                    f'import: its logits differ by {difference:.1e} from those of transformers, more than {TOLERANCE}'
-                )
-            _write(temporary, source, config, params)
+            _write(temporary, gguf_file or folder.resolve().name, config, params)
         allow_as_usual(temporary)
-        target.rmdir() if target.exists() else None
         temporary.replace(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    count = sum(place_size for place_size in (int(np.prod(p.shape)) for p in places(model).values()))
+    count = sum(int(np.prod(place.shape)) for place in places(model).values())
     return Imported(config, count, difference, int(opened.tokens_BT.size))
+
+
+class _Opened(NamedTuple):
+    """What hf_open.py tells."""
+
+    tokenizer: str  # tokenizer.json
+    bos: str | None
+    eos: str | None
+    ids: list[list[int]]  # of each of `probes`
+    tokens_BT: np.ndarray
+    places_P: np.ndarray
+    logits_BPV: np.ndarray
+
+
+def _where(source: str) -> tuple[Path, str]:
+    """The folder, and the name of the GGUF file in it ('': it holds safetensors)."""
+    path = Path(source)
+    if path.is_file() and path.suffix == '.gguf':
+        return path.parent, path.name
+    if not path.is_dir():
+        raise UserError(f'--from={source}: must be a folder of a Hugging Face model, or a .gguf file')
+    files = sorted(p.name for p in path.glob('*.gguf'))
+    if (path / 'config.json').is_file():
+        return path, ''
+    if len(files) != 1:
+        told = f'several GGUF files ({", ".join(files[:3])}); name one of them' if files else 'no config.json'
+        raise UserError(f'--from={source}: holds {told}')
+    return path, files[0]
+
+
+def _their_config(source: str, folder: Path, gguf_file: str) -> dict[str, Any]:
+    """Whatever version of `transformers` wrote it, in the form of this one."""
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(folder, **({'gguf_file': gguf_file} if gguf_file else {}))
+    except Exception as error:  # the library raises what it likes for what a file may hold
+        raise UserError(f'--from={source}: transformers cannot read its config: {_brief(error)}') from None
+    theirs = found.to_dict()
+    if 'quantization_config' in theirs and not gguf_file:
+        raise UserError(f'--from={source}: its weights are quantised; only whole ones, and GGUF, can be imported')
+    return theirs
+
+
+def _open(source: str, folder: Path, gguf_file: str, scratch: Path, length: int) -> _Opened:
+    places_P = np.unique(np.linspace(0, length - 1, COMPARED_PLACES).astype(int))
+    question = {
+        'folder': str(folder),
+        'gguf_file': gguf_file,
+        'text': corpus.split().validation[0],
+        'rows': COMPARED_ROWS,
+        'length': length,
+        'places': places_P.tolist(),
+        'weights': bool(gguf_file),
+        'probes': probes(None),
+    }
+    (scratch / 'question.json').write_text(json.dumps(question))
+    failed = run_script('hf_open.py', scratch / 'question.json', scratch, modules=str(scratch / 'modules'))
+    if failed:
+        raise UserError(f'--from={source}: transformers cannot use it: {failed}')
+    told = json.loads((scratch / 'told.json').read_text())
+    tokens_BT, logits_BPV = np.load(scratch / 'tokens.npy'), np.load(scratch / 'logits.npy')
+    return _Opened(
+        (scratch / TOKENIZER).read_text(), **told, tokens_BT=tokens_BT, places_P=places_P, logits_BPV=logits_BPV
+    )
+
+
+def _config(model: ModelConfig, opened: _Opened, tokenizer: Path, seq_len: int) -> Config:
+    """Of a run on the embedded novels. A model that has no BOS begins documents with its EOS."""
+    eos = opened.eos or opened.bos or ''
+    data = DataConfig(tokenizer=str(tokenizer), bos=opened.bos or eos, eos=eos, seq_len=seq_len)
+    return Config(data=data, model=model, passes=PassesConfig('one_pass'))
+
+
+def _require_same_ids(config: Config, folder: Path, opened: _Opened, source: str) -> None:
+    tokenizer = load_tokenizer(config.data, data_folder(str(folder)))
+    assert tokenizer is not None and config.model.vocab_size is not None
+    if tokenizer.vocab_size > config.model.vocab_size:
+        told = f'{tokenizer.vocab_size} ids, but its model {config.model.vocab_size}'
+        raise UserError(f'--from={source}: its tokenizer has {told}')
+    for text, theirs in zip(probes(None), opened.ids, strict=True):
+        if tokenizer.encode(text) != theirs:
+            raise RuntimeError(
+                f'import: transformers reads {text[:40]!r} as {theirs[:8]}, its tokenizer.json alone does not'
+            )
+
+
+def _difference(model: ModelConfig, params: Any, opened: _Opened) -> float:
+    """The largest between logits in float32; RuntimeError where it is more than rounding."""
+
+    def ours(dtype: str) -> np.ndarray:
+        return logits_at(model, params, opened.tokens_BT, opened.places_P, num_passes=1, dtype=dtype)[0]
+
+    found = float(np.max(np.abs(ours('float32') - opened.logits_BPV)))
+    if found <= TOLERANCE:
+        return found
+    most = allowed(ours('float32'), ours('float64'))
+    if not found <= most:  # so that not-a-number does not pass
+        raise RuntimeError(f'import: logits differ from those of transformers by {found:.1e}, more than {most:.1e}')
+    return found
+
+
+def _write(folder: Path, name: str, config: Config, params: Any) -> None:
+    """The run at step 0, and the config of what goes on from it."""
+    data = open_data(config, data_folder(str(folder)))
+    record_config(str(folder), config, data)
+    with Checkpoints(str(folder), keep=1) as checkpoints:
+        state = {'params': jax.tree.map(jnp.asarray, params), 'step': jnp.zeros((), jnp.int32)}
+        checkpoints.save(0, state, data_iterator=data.train_iterator(), meta=Tally()._asdict())
+    replace(folder / 'config.py', _continuing(name, config))
+
+
+def _continuing(name: str, config: Config) -> str:
+    """A config file: the imported model with feedback, on data still to be named."""
+    keys, usual = flat_keys(config), flat_keys(Config())
+    own = ('data.tokenizer', 'model.fusion', 'passes.phases')
+    wanted = {key: value for key, value in keys.items() if value != usual[key] and key not in own}
+    wanted |= {f'optimizer.{name}': rate for name, rate in RATES.items()}
+    lines = '\n'.join(f'    config.{key} = {_literal(value)}' for key, value in wanted.items())
+    return f'''"""Goes on from {name}, which `fbt import` has put beside this file, with latent feedback.
+
+    fbt train --config=THIS_FILE --workdir=A_NEW_FOLDER --config.data.source='text:corpus/*.txt#except_every=100' \\
+        --config.data.validation='text:corpus/*.txt#every=100'
+
+The first pass is the imported model. The rates suit a start from trained weights but aren't tuned; the number of steps
+and the batch are those of the paper's 1B run.
+"""
+
+from pathlib import Path
+
+from fbt_jax.config import default_config
+
+HERE = Path(__file__).resolve().parent
+
+
+def get_config():
+    config = default_config()
+{lines}
+    config.data.tokenizer = str(HERE / 'data' / '{TOKENIZER}')
+    config.init['from'] = str(HERE)
+    config.init.optimizer = False
+    return config
+'''
+
+
+def _literal(value: Any) -> str:
+    return repr(tuple(value) if isinstance(value, list) else value)
+
+
+def _brief(error: Exception) -> str:
+    return ' '.join(str(error).split())[:200]

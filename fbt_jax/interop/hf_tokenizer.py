@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from fbt_jax.config_data import DataConfig
 from fbt_jax.data import corpus
 from fbt_jax.data.tokenizer import BPE_FILE
-from fbt_jax.data.tokenizer_files import BOS, EOS
+from fbt_jax.data.tokenizer_files import BOS, EOS, byte_characters
 
 
 def tokenizer_files(tokenizer: Any, data: DataConfig) -> dict[str, str]:
@@ -141,7 +141,7 @@ def _tiktoken(content: bytes, pattern: str, specials: Any) -> tokenizers.Tokeniz
     """Byte-level BPE: a merge for each way to make a token of two others, in the order of the tokens' ranks."""
     lines = (line.split() for line in content.splitlines() if line)
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    characters = _byte_characters()
+    characters = byte_characters()
 
     def spelt(token: bytes) -> str:
         return ''.join(characters[byte] for byte in token)
@@ -193,14 +193,7 @@ def _byte_level() -> dict[str, Any]:
             'fuse_unk': False,
             'byte_fallback': False,
             'ignore_merges': False,
-            'vocab': {character: byte for byte, character in enumerate(_byte_characters())} | {BOS: 256, EOS: 257},
+            'vocab': {character: byte for byte, character in enumerate(byte_characters())} | {BOS: 256, EOS: 257},
             'merges': [],
         },
     }
-
-
-def _byte_characters() -> list[str]:
-    """What ByteLevel spells each byte with: its character where Latin-1 has a visible one, else U+0100 and on."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(hidden)) for byte in range(256)]

@@ -34,7 +34,7 @@ _NAMED = 4  # of each kind that a report lists
 
 
 class Place(NamedTuple):
-    """Where a tensor goes: the path of one of our arrays (a part of it, of `layers`), and the shape in which it comes."""
+    """Where a tensor goes: the path of one of our arrays (of `layers`: a part of it), and the shape it comes in."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -131,7 +131,9 @@ class Weights:
             try:
                 file = safe_open(path, 'flax')  # numpy's form knows no bfloat16
             except (SafetensorError, OSError) as error:
-                raise UserError(f'--from={folder}: {path.name} cannot be read: {" ".join(str(error).split())}') from None
+                raise UserError(
+                    f'--from={folder}: {path.name} cannot be read: {" ".join(str(error).split())}'
+                ) from None
             for name in file.keys():  # noqa: SIM118
                 if not name.endswith(_BUFFER):
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
@@ -196,8 +198,6 @@ def params_of(config: ModelConfig, weights: Weights) -> dict[str, Any]:
             node = node.setdefault(step, {})
         node[path[-1]] = _array(config, weights, path, theirs)
     return tree
-
-
 
 
 def _array(config: ModelConfig, weights: Weights, path: tuple[str, ...], names: list[str]) -> np.ndarray:

@@ -4,6 +4,8 @@
     u_t = (W_U h_{t-1}) * sigmoid(W_G n(e_t))             a fused one: the state of the position before, gated
     x = n(u);  per layer:  x += L^-1/2 n_post(attn(n_pre(x)));  x += L^-1/2 n_post'(mlp(n_pre'(x)));  h = n_final(x)
 
+The config may leave parts of it out, as models that were imported do.
+
 `generate(..., mode=)`: 'standard' reads the prompt in one plain pass and goes on plainly; 'soft' feeds each position
 that it generates with the state of the one before; 'fused' first reads the prompt in 1 + fused_passes passes, and the
 last of them fills the cache from position 0. `forward(..., num_passes=K, labels=)` gives the loss NLL_1 + mean of
@@ -48,6 +50,14 @@ class FbtConfig(PreTrainedConfig):
         layer_types: list[str] | None = None,
         rope_theta: float = 10_000.0,
         rms_norm_eps: float = 1e-6,
+        rope_factors: list[float] | None = None,
+        head_dim: int | None = None,
+        head_gate: bool = True,
+        qk_norm: bool = True,
+        post_norms: bool = True,
+        depth_scaling: bool = True,
+        biases: list[str] | None = None,
+        input_norm: str = 'all',
         fusion: str = 'gated',
         trained_feedback: bool = False,
         feedback_loss_weight: float = 1.0,
@@ -57,26 +67,30 @@ class FbtConfig(PreTrainedConfig):
     ) -> None:
         if fusion not in FUSIONS:
             raise ValueError(f'fusion = {fusion!r}: must be one of {", ".join(FUSIONS)}')
-        if not tie_word_embeddings:
-            raise ValueError('tie_word_embeddings = False: the head of this model is its embedding matrix')
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
-        self.head_dim = hidden_size // num_attention_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
         self.max_position_embeddings = max_position_embeddings
         self.sliding_window = sliding_window  # how many keys a position sees, itself included
         self.layer_types = layer_types or ['full_attention'] * num_hidden_layers
         self.rope_theta = rope_theta
+        self.rope_factors = rope_factors or []  # (factor,) or Llama 3.1's (factor, low, high, length)
         self.rms_norm_eps = rms_norm_eps
+        self.head_gate = head_gate
+        self.qk_norm = qk_norm
+        self.post_norms = post_norms
+        self.depth_scaling = depth_scaling
+        self.biases = biases or []  # names of the products that add one
+        self.input_norm = input_norm  # 'all': of whatever enters the stack, 'fused': of fused inputs alone
         self.fusion = fusion
         self.trained_feedback = trained_feedback
         self.feedback_loss_weight = feedback_loss_weight
         self.use_cache = use_cache
-        kwargs.pop('head_dim', None)  # follows from the other two
-        super().__init__(tie_word_embeddings=True, **kwargs)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
 
 @dataclass
@@ -109,6 +123,19 @@ def rotate(x_BNTH: torch.Tensor, cos_B1Th: torch.Tensor, sin_B1Th: torch.Tensor)
     return torch.cat(turned, dim=-1).to(x_BNTH.dtype)
 
 
+def rope_frequencies(config: FbtConfig, half: int) -> torch.Tensor:
+    """Radians a position, (H/2,) float64, slow ones divided by a factor where the config says so."""
+    frequency_h = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    if not config.rope_factors:
+        return frequency_h
+    factor, *band = config.rope_factors
+    kept_h = torch.zeros_like(frequency_h)
+    if band:
+        low, high, length = band
+        kept_h = ((length * frequency_h / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
+    return frequency_h * (kept_h + (1 - kept_h) / factor)
+
+
 class _Rows:
     """What all layers of one pass need to know of its rows: rotations, and which keys each position sees."""
 
@@ -122,7 +149,7 @@ class _Rows:
     ) -> None:
         half = config.head_dim // 2
         dtype = torch.promote_types(dtype, torch.float32)
-        frequency_h = config.rope_theta ** (-torch.arange(half, dtype=dtype, device=positions_BT.device) / half)
+        frequency_h = rope_frequencies(config, half).to(positions_BT.device, dtype)
         angle_B1Th = positions_BT[:, None, :, None].to(dtype) * frequency_h
         self.cos, self.sin = angle_B1Th.cos(), angle_B1Th.sin()
         self.length, self.past = positions_BT.shape[1], past
@@ -163,21 +190,30 @@ class FbtBlock(nn.Module):
     def __init__(self, config: FbtConfig, index: int) -> None:
         super().__init__()
         width, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        kv_width = config.num_key_value_heads * head_dim
-        self.index, self.head_dim, self.scale = index, head_dim, config.num_hidden_layers**-0.5
+        heads_width, kv_width = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        self.index, self.head_dim = index, head_dim
+        self.scale = config.num_hidden_layers**-0.5 if config.depth_scaling else 1.0
         windowed = config.layer_types[index] == 'sliding_attention'
         self.window = (config.sliding_window or 0) if windowed else 0
-        self.attention_norm, self.attention_post_norm = FbtRMSNorm(width, eps), FbtRMSNorm(width, eps)
-        self.mlp_norm, self.mlp_post_norm = FbtRMSNorm(width, eps), FbtRMSNorm(width, eps)
-        self.query_norm, self.key_norm = FbtRMSNorm(head_dim, eps), FbtRMSNorm(head_dim, eps)
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, kv_width, bias=False)
-        self.value = nn.Linear(width, kv_width, bias=False)
-        self.head_gate = nn.Linear(width, config.num_attention_heads, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
-        self.mlp_gate = nn.Linear(width, config.intermediate_size, bias=False)
-        self.mlp_up = nn.Linear(width, config.intermediate_size, bias=False)
-        self.mlp_down = nn.Linear(config.intermediate_size, width, bias=False)
+
+        def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=name in config.biases)
+
+        def norm(of: int, present: bool = True) -> nn.Module:
+            return FbtRMSNorm(of, eps) if present else nn.Identity()
+
+        self.attention_norm, self.attention_post_norm = norm(width), norm(width, config.post_norms)
+        self.mlp_norm, self.mlp_post_norm = norm(width), norm(width, config.post_norms)
+        self.query_norm, self.key_norm = norm(head_dim, config.qk_norm), norm(head_dim, config.qk_norm)
+        self.query = linear('query', width, heads_width)
+        self.key = linear('key', width, kv_width)
+        self.value = linear('value', width, kv_width)
+        if config.head_gate:
+            self.head_gate = nn.Linear(width, config.num_attention_heads, bias=False)
+        self.output = linear('output', heads_width, width)
+        self.mlp_gate = linear('mlp_gate', width, config.intermediate_size)
+        self.mlp_up = linear('mlp_up', width, config.intermediate_size)
+        self.mlp_down = linear('mlp_down', config.intermediate_size, width)
 
     def forward(self, x_BTD: torch.Tensor, rows: _Rows, cache: Any = None) -> torch.Tensor:
         branch_BTD = self._attention(self.attention_norm(x_BTD), rows, cache)
@@ -194,8 +230,9 @@ class FbtBlock(nn.Module):
         if cache is not None:
             k_BMSH, v_BMSH = cache.update(k_BMSH, v_BMSH, self.index)
         out_BTNH = rows.attend(q_BNTH, k_BMSH, v_BMSH, self.window).transpose(1, 2)
-        gated_BTNH = out_BTNH * torch.sigmoid(self.head_gate(y_BTD))[..., None]
-        return self.output(gated_BTNH.reshape(y_BTD.shape))
+        if hasattr(self, 'head_gate'):
+            out_BTNH = out_BTNH * torch.sigmoid(self.head_gate(y_BTD))[..., None]
+        return self.output(out_BTNH.flatten(2))
 
 
 class FbtFusion(nn.Module):
@@ -229,7 +266,10 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: FbtConfig) -> None:
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.input_norm = FbtRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.input_norm == 'all' or config.fusion != 'none':
+            self.input_norm = FbtRMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.fusion != 'none':
             self.fusion = FbtFusion(config)
         self.layers = nn.ModuleList(FbtBlock(config, i) for i in range(config.num_hidden_layers))
@@ -248,9 +288,12 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embedding = value
 
-    def get_output_embeddings(self) -> None:
-        """None: the head is the input embedding itself."""
-        return None
+    def get_output_embeddings(self) -> nn.Module | None:
+        """None where the head is the input embedding itself."""
+        return getattr(self, 'head', None)
+
+    def _logits(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden_BTD, getattr(self, 'head', self.embedding).weight)
 
     def forward(
         self,
@@ -304,7 +347,7 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output = FbtOutput(
             loss=self._loss(nlls) if nlls else None,
-            logits=F.linear(hidden_BTD[:, kept], self.embedding.weight),
+            logits=self._logits(hidden_BTD[:, kept]),
             hidden_states=None if every is None else (*every[:-1], hidden_BTD),
             last_hidden_state=hidden_BTD,
             fed_hidden_states=fed_BTD,
@@ -348,9 +391,12 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         cache: Any,
         every: list[torch.Tensor] | None,
     ) -> torch.Tensor:
-        x_BTD = self.input_norm(self.embedding(input_ids))
+        x_BTD = self.embedding(input_ids)
+        if self.config.input_norm == 'all':
+            x_BTD = self.input_norm(x_BTD)
         if prev_BTD is not None:
-            fused_BTD = self.input_norm(self.fusion(x_BTD, prev_BTD.to(x_BTD.dtype)))
+            gate_input_BTD = x_BTD if self.config.input_norm == 'all' else self.input_norm(x_BTD)
+            fused_BTD = self.input_norm(self.fusion(gate_input_BTD, prev_BTD.to(x_BTD.dtype)))
             x_BTD = torch.where(plain_BT[..., None], x_BTD, fused_BTD)
         for block in self.layers:
             if every is not None:
@@ -362,7 +408,7 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _nll(self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor, count: Any) -> torch.Tensor:
         """Of a pass, in nats per token."""
-        logits_NV = F.linear(hidden_BTD[:, :-1], self.embedding.weight).flatten(0, 1).float()
+        logits_NV = self._logits(hidden_BTD[:, :-1]).flatten(0, 1).float()
         targets_N = labels_BT[:, 1:].flatten().to(logits_NV.device)
         total = F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction='sum')
         return total / ((targets_N != -100).sum() if count is None else count)

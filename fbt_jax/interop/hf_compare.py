@@ -1,0 +1,100 @@
+"""What export and import share: Hugging Face's side in a process of its own, ours on the CPU, when they are the same.
+
+Logits of both sides in float32 may differ by TOLERANCE, or by what float32 itself does to them: with logits of 39
+(SmolLM2-135M) ours are 1.6e-4 from their float64 values, and those of transformers 1.4e-4 from theirs.
+Shapes: K passes, B rows, T positions, P of them compared, V vocabulary.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fbt_jax.batch import Batch
+from fbt_jax.config_model import ModelConfig
+from fbt_jax.errors import UserError
+from fbt_jax.model.transformer import Transformer, head_table, logits
+from fbt_jax.passes import multi_pass
+
+NEEDED = ('torch', 'transformers', 'safetensors')
+TOLERANCE = 1e-4  # of logits
+ROUNDINGS = 3  # how many times float32's own error two computations in it may differ
+
+
+def require_packages(what: str, *more: str) -> None:
+    missing = [name for name in (*NEEDED, *more) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"{what} needs {', '.join(missing)}: pip install 'fbt-jax[hf]'")
+
+
+def require_new(folder: str, flag: str) -> None:
+    path = Path(folder).absolute()
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f'{flag}={folder}: must be a new folder; this one exists and is not empty')
+    if not path.parent.is_dir():
+        raise UserError(f'{flag}={folder}: must lie in a folder that exists')
+
+
+def logits_at(
+    config: ModelConfig, params: Any, tokens_BT: np.ndarray, places_P: np.ndarray, *, num_passes: int, dtype: str
+) -> np.ndarray:
+    """(K, B, P, V) logits of the model in `dtype`, each row one document."""
+    config = dataclasses.replace(config, dtype=dtype, attention='blockwise', remat='nothing')
+    model = Transformer(config)
+    wide = jax.enable_x64(dtype == 'float64')
+    with wide, jax.default_device(cpu()), jax.default_matmul_precision('highest'):
+        params = jax.tree.map(lambda x: np.asarray(x).astype(dtype), params)
+        index_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
+        batch = Batch(
+            tokens=tokens_BT, targets=None, weights=None, segment_ids=np.ones_like(tokens_BT), positions=index_BT
+        )
+
+        def chosen(params: Any, batch: Batch) -> jax.Array:
+            def per_pass(hidden_BTD: jax.Array, _: jax.Array) -> jax.Array:
+                return logits(hidden_BTD[:, places_P], head_table(params), vocab_size=config.vocab_size or 0)
+
+            return multi_pass(model, params, batch, num_passes=num_passes, per_pass=per_pass).yields
+
+        return np.asarray(jax.jit(chosen)(params, batch))[..., : config.vocab_size]
+
+
+def allowed(in_float32: np.ndarray, in_float64: np.ndarray) -> float:
+    """How far another computation in float32 may be from ours, given what rounding does to ours."""
+    return max(TOLERANCE, ROUNDINGS * float(np.max(np.abs(in_float32 - in_float64))))
+
+
+def cpu() -> jax.Device:
+    """Where float32 is float32."""
+    try:
+        return jax.devices('cpu')[0]
+    except RuntimeError:
+        return jax.devices()[0]
+
+
+def run_script(name: str, *arguments: Any, modules: str) -> str:
+    """Runs a script of this folder, which knows nothing of fbt_jax; '' if it did its job, else its last line.
+
+    modules: a folder for the copies of models' code that transformers keeps.
+    """
+    environment = os.environ | {'HF_MODULES_CACHE': modules, 'HF_HUB_OFFLINE': '1'}  # nothing is looked up elsewhere
+    script = str(resources.files('fbt_jax.interop') / name)
+    command = [sys.executable, '-P', script, *map(str, arguments)]
+    result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    lines = [line for line in result.stderr.splitlines() if line.strip()] or ['no word of why']
+    return lines[-1] if result.returncode else ''
+
+
+def allow_as_usual(folder: Path) -> None:
+    """The folder and its files as readable as any new ones: temporary folders and safetensors' files are private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for path in folder.iterdir():
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
