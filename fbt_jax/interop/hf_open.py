@@ -25,10 +25,12 @@ def main(question: str, answer: str) -> None:
     if backend is None:
         sys.exit(f'its tokenizer ({type(tokenizer).__name__}) has no form as tokenizer.json')
     (out / 'tokenizer.json').write_text(backend.to_str())
+    # Text that spells a special token is text, as in training.
+    plain = {'add_special_tokens': False, 'split_special_tokens': True}
     told = {
         'bos': tokenizer.bos_token,
         'eos': tokenizer.eos_token,
-        'ids': [tokenizer(t, add_special_tokens=False)['input_ids'] for t in asked['probes']],
+        'ids': [tokenizer(t, **plain)['input_ids'] for t in asked['probes']],
     }
     (out / 'told.json').write_text(json.dumps(told))
 
@@ -38,7 +40,7 @@ def main(question: str, answer: str) -> None:
         weights = {n: w.contiguous() for n, w in model.state_dict().items() if not (tied and n == 'lm_head.weight')}
         save_file(weights, out / 'model.safetensors')
     rows, length = asked['rows'], asked['length']
-    ids = tokenizer(asked['text'], add_special_tokens=False)['input_ids'][: rows * length]
+    ids = tokenizer(asked['text'], **plain)['input_ids'][: rows * length]
     tokens_BT = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     places_P = torch.tensor(asked['places'])
     with torch.no_grad():
