@@ -463,6 +463,17 @@ def test_a_missing_library_is_told(name, library, tmp_path, monkeypatch):
         open_tokenizer(DataConfig(tokenizer=f'{tmp_path}/{name}', **words))
 
 
+def test_bytes_that_no_text_needs_may_be_missing(tmp_path):
+    """As in SmolLM2's tokenizer, which lacks 0x04 and 0xF1 among others: it loses what holds them, and only that."""
+    path = tmp_path / 'a.json'
+    path.write_text(edited(without_control_characters))
+    encoding = open_tokenizer(DataConfig(tokenizer=str(path)))
+    check(encoding, ['It is a truth', ' \t\n\r\x0cé\U0001f469'])
+    lost = 'a\x04b\U00040000c'  # the first byte of U+40000 is 0xF1
+    assert encoding.decode(encoding.encode(lost)).startswith('ab')
+    assert sum(encoding.token_bytes[encoding.encode(lost)]) == len(lost.encode()) - 2
+
+
 OLMO2 = Path(os.environ.get('FBT_MATERIALS', '/no/materials')).absolute() / 'olmo2_tokenizer.json'
 
 
