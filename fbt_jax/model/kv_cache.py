@@ -8,6 +8,7 @@ Shapes: B rows, T positions of a prompt, S slots, N query heads, M key/value hea
 R repetitions of the pattern of windows.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 
 from fbt_jax.config import ModelConfig
 from fbt_jax.sharding import constrain
+
+TILE = 128  # slots that are written together: a TPU's lanes
 
 
 class LayerCache(NamedTuple):
@@ -74,11 +77,22 @@ def store_prompt(part: Part, k_BTMH: jax.Array, v_BTMH: jax.Array, lengths_B: ja
 
 def store_one(part: Part, k_B1MH: jax.Array, v_B1MH: jax.Array, positions_B: jax.Array) -> Part:
     """With one more position in each row."""
-    rows_B = jnp.arange(part.cache.k.shape[1])
-    slots_B = positions_B % part.cache.k.shape[-1]
+    rows, heads, width, slots = part.cache.k.shape[1:]
+    slots_B = positions_B % slots
+    tile = math.gcd(slots, TILE)
 
     def store(cache: jax.Array, x_B1MH: jax.Array) -> jax.Array:
-        return _placed(cache.at[part.number, rows_B, :, :, slots_B].set(x_B1MH[:, 0]))
+        x_BMH1 = jnp.moveaxis(x_B1MH, 1, -1)
+
+        def store_row(row: jax.Array, cache: jax.Array) -> jax.Array:
+            start = slots_B[row] // tile * tile
+            at = (part.number, row, 0, 0, start)
+            before = jax.lax.dynamic_slice(cache, at, (1, 1, heads, width, tile))
+            new = jax.lax.dynamic_index_in_dim(x_BMH1, row)
+            new = jnp.where(jnp.arange(tile) == slots_B[row] - start, new, before)
+            return jax.lax.dynamic_update_slice(cache, new, at)
+
+        return _placed(jax.lax.fori_loop(0, rows, store_row, cache))
 
     return part._replace(cache=LayerCache(store(part.cache.k, k_B1MH), store(part.cache.v, v_B1MH)))
 

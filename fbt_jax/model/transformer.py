@@ -135,6 +135,9 @@ class Block(nn.Module):
             value=kv,
             head_gate=(c.num_heads, ('embed', 'heads')),
         )
+        if cache is not None:
+            # A TPU's compiler lays matrices out as heads like their outputs, and a decode loop would keep such copies.
+            q_BTD, k_BTm, v_BTm = jax.lax.optimization_barrier((q_BTD, k_BTm, v_BTm))
         q_BTNH = q_BTD.reshape(*lead, *heads)
         k_BTMH, v_BTMH = (x_BTm.reshape(*lead, *kv_heads) for x_BTm in (k_BTm, v_BTm))
         rotate = partial(rope, positions_BT=positions_BT, theta=c.rope_theta)
