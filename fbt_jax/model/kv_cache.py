@@ -3,7 +3,9 @@
 A layer's cache has S slots; position p lies in slot p mod S. A full layer has a slot for every position that a row may
 come to; a windowed one has as many as its window, so that each new position takes the place of the one that has just
 left the window: memory follows the window, and attention needs no mask for it. With slots as the last axis a step takes
-0.83 of the time that (B, S, M, H) takes (116M parameters, 4 rows of 1024 positions, 2 CPU cores).
+0.83 of the time that (B, S, M, H) takes (116M parameters, 4 rows of 1024 positions, 2 CPU cores). A step writes a tile
+of slots, row by row: for a scatter into the last axis a TPU's compiler turned the cache about, its head width of 96
+padded to 128, and kept the copy. A loop of steps (1B, 8 rows of 8192) needed 1.67 of weights and cache, 1.001 this way.
 Shapes: B rows, T positions of a prompt, S slots, N query heads, M key/value heads (G = N/M share one), H head width,
 R repetitions of the pattern of windows.
 """
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 from fbt_jax.config import ModelConfig
 from fbt_jax.sharding import constrain
 
-TILE = 128  # slots that are written together: a TPU's lanes
+TILE = 128  # slots that are written together at most: a TPU's lanes
 
 
 class LayerCache(NamedTuple):
@@ -86,7 +88,7 @@ def store_one(part: Part, k_B1MH: jax.Array, v_B1MH: jax.Array, positions_B: jax
 
         def store_row(row: jax.Array, cache: jax.Array) -> jax.Array:
             start = slots_B[row] // tile * tile
-            at = (part.number, row, 0, 0, start)
+            at = tuple(map(jnp.int32, (part.number, row, 0, 0, start)))  # of one type, whatever the arguments' are
             before = jax.lax.dynamic_slice(cache, at, (1, 1, heads, width, tile))
             new = jax.lax.dynamic_index_in_dim(x_BMH1, row)
             new = jnp.where(jnp.arange(tile) == slots_B[row] - start, new, before)
