@@ -172,17 +172,18 @@ def test_memory_follows_the_window() -> None:
     assert found == kv_cache.num_bytes(model.config, rows=5, capacity=1000, itemsize=4) == 2 * 2 * 5 * 1003 * 8 * 4
 
 
+@pytest.mark.parametrize('store', [kv_cache.store_by_tiles, kv_cache.store_by_scatter])
 @pytest.mark.parametrize('slots', [1, 3, 8, 160, 384])
-def test_a_position_is_stored_in_its_slot_and_nowhere_else(slots: int) -> None:
+def test_a_position_is_stored_in_its_slot_and_nowhere_else(slots: int, store: Any) -> None:
     """Slots that make one tile or several, of 1, 8, 32 or 128."""
     rng = np.random.default_rng(slots)
-    positions = np.array([0, slots - 1, slots, 5 * slots // 3, 7 * slots + slots // 2], np.int32)
-    before, new = rng.normal(size=(2, 3, 5, 2, 4, slots)), rng.normal(size=(2, 5, 1, 2, 4))
-    part = kv_cache.Part(kv_cache.LayerCache(*jnp.array(before)), jnp.int32(1))
-    after = kv_cache.store_one(part, *jnp.array(new), jnp.array(positions)).cache
-    for row, position in enumerate(positions):
-        before[:, 1, row, :, :, position % slots] = new[:, row, 0]
-    np.testing.assert_array_equal(np.stack([after.k, after.v]), before.astype(np.float32))
+    before = rng.normal(size=(2, 5, 2, 4, slots)).astype(np.float32)
+    new = rng.normal(size=(5, 2, 4)).astype(np.float32)
+    at = np.array([0, slots - 1, slots // 2, slots // 3, 7 * slots // 8])
+    after = store(jnp.array(before), jnp.int32(1), jnp.array(new), jnp.array(at))
+    for row, slot in enumerate(at):
+        before[1, row, :, :, slot] = new[row]
+    np.testing.assert_array_equal(after, before)
 
 
 @float64

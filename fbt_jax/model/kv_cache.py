@@ -79,24 +79,37 @@ def store_prompt(part: Part, k_BTMH: jax.Array, v_BTMH: jax.Array, lengths_B: ja
 
 def store_one(part: Part, k_B1MH: jax.Array, v_B1MH: jax.Array, positions_B: jax.Array) -> Part:
     """With one more position in each row."""
-    rows, heads, width, slots = part.cache.k.shape[1:]
-    slots_B = positions_B % slots
-    tile = math.gcd(slots, TILE)
+    slots_B = positions_B % part.cache.k.shape[-1]
 
     def store(cache: jax.Array, x_B1MH: jax.Array) -> jax.Array:
-        x_BMH1 = jnp.moveaxis(x_B1MH, 1, -1)
-
-        def store_row(row: jax.Array, cache: jax.Array) -> jax.Array:
-            start = slots_B[row] // tile * tile
-            at = tuple(map(jnp.int32, (part.number, row, 0, 0, start)))  # of one type, whatever the arguments' are
-            before = jax.lax.dynamic_slice(cache, at, (1, 1, heads, width, tile))
-            new = jax.lax.dynamic_index_in_dim(x_BMH1, row)
-            new = jnp.where(jnp.arange(tile) == slots_B[row] - start, new, before)
-            return jax.lax.dynamic_update_slice(cache, new, at)
-
-        return _placed(jax.lax.fori_loop(0, rows, store_row, cache))
+        arguments = cache, part.number, x_B1MH[:, 0], slots_B
+        # On a GPU each tile would be a kernel of its own.
+        stored: jax.Array = jax.lax.platform_dependent(
+            *arguments, cuda=store_by_scatter, rocm=store_by_scatter, default=store_by_tiles
+        )
+        return _placed(stored)
 
     return part._replace(cache=LayerCache(store(part.cache.k, k_B1MH), store(part.cache.v, v_B1MH)))
+
+
+def store_by_scatter(cache: jax.Array, number: jax.Array, x_BMH: jax.Array, slots_B: jax.Array) -> jax.Array:
+    return cache.at[number, jnp.arange(len(slots_B)), :, :, slots_B].set(x_BMH)
+
+
+def store_by_tiles(cache: jax.Array, number: jax.Array, x_BMH: jax.Array, slots_B: jax.Array) -> jax.Array:
+    """Row by row, the slot with its neighbours as they were: see the module's header."""
+    rows, heads, width, slots = cache.shape[1:]
+    tile = math.gcd(slots, TILE)
+
+    def store_row(row: jax.Array, cache: jax.Array) -> jax.Array:
+        start = slots_B[row] // tile * tile
+        at = tuple(map(jnp.int32, (number, row, 0, 0, start)))  # of one type, whatever the arguments' are
+        before = jax.lax.dynamic_slice(cache, at, (1, 1, heads, width, tile))
+        x_11MH1 = jax.lax.dynamic_index_in_dim(x_BMH, row)[None, ..., None]
+        tile_11MHs = jnp.where(jnp.arange(tile) == slots_B[row] - start, x_11MH1, before)
+        return jax.lax.dynamic_update_slice(cache, tile_11MHs, at)
+
+    return jax.lax.fori_loop(0, rows, store_row, cache)
 
 
 def attend_one(q_B1NH: jax.Array, part: Part, positions_B: jax.Array) -> jax.Array:
