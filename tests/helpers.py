@@ -33,13 +33,13 @@ SEQ_LEN = 12
 LENGTHS = ((5, 4, 1), (8, 3))  # documents of each row; the rest of the row is padding
 
 
-def float64(test: Callable[..., None]) -> Callable[..., None]:
+def float64(test: Callable[..., Any]) -> Callable[..., Any]:
     """Runs the test with 64-bit types."""
 
     @functools.wraps(test)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with jax.enable_x64(True):
-            test(*args, **kwargs)
+            return test(*args, **kwargs)
 
     return wrapped
 

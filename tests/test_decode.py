@@ -3,22 +3,27 @@
 Shapes: B rows, T = 16 positions, D width. Each row's prompt has a length of its own; lengths meet the windows' edges.
 """
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import apply, float64, make_model, make_params, quick_jit, run_passes, sequential_states
+from helpers import apply, float64, make_model, make_params, on_devices, quick_jit, run_passes, sequential_states
+from jax.sharding import SingleDeviceSharding
 
 from fbt_jax.batch import Batch
+from fbt_jax.config_file import load_config_file
 from fbt_jax.config_model import ModelConfig
-from fbt_jax.inference.decode import Decoding, advance, begin, read_prompts
+from fbt_jax.inference.decode import Decoding, advance, begin, cast, read_prompts
 from fbt_jax.inference.sampling import Sampling
 from fbt_jax.model import kv_cache
-from fbt_jax.model.transformer import Transformer, init_params
+from fbt_jax.model.transformer import Transformer, for_platform, init_params
 from fbt_jax.passes import shift
 from fbt_jax.training.flops import forward_flops
+from fbt_jax.training.topologies import devices_of
 
 T = 16
 LENGTHS = (1, 2, 3, 4, 5, 8, 11)
@@ -167,6 +172,20 @@ def test_memory_follows_the_window() -> None:
     assert found == kv_cache.num_bytes(model.config, rows=5, capacity=1000, itemsize=4) == 2 * 2 * 5 * 1003 * 8 * 4
 
 
+@pytest.mark.parametrize('store', [kv_cache.store_by_tiles, kv_cache.store_by_scatter])
+@pytest.mark.parametrize('slots', [1, 3, 8, 160, 384])
+def test_a_position_is_stored_in_its_slot_and_nowhere_else(slots: int, store: Any) -> None:
+    """Slots that make one tile or several, of 1, 8, 32 or 128."""
+    rng = np.random.default_rng(slots)
+    before = rng.normal(size=(2, 5, 2, 4, slots)).astype(np.float32)
+    new = rng.normal(size=(5, 2, 4)).astype(np.float32)
+    at = np.array([0, slots - 1, slots // 2, slots // 3, 7 * slots // 8])
+    after = store(jnp.array(before), jnp.int32(1), jnp.array(new), jnp.array(at))
+    for row, slot in enumerate(at):
+        before[1, row, :, :, slot] = new[row]
+    np.testing.assert_array_equal(after, before)
+
+
 @float64
 def test_replaying_a_soft_rollout_by_parallel_passes_converges_to_its_states() -> None:
     """With each pass one more position of the rollout has exactly the state that it had in the rollout."""
@@ -183,6 +202,63 @@ def test_replaying_a_soft_rollout_by_parallel_passes_converges_to_its_states() -
         np.testing.assert_allclose(np.asarray(hidden)[:, : 4 + k - 1], own[:, : 4 + k - 1], atol=1e-9, err_msg=str(k))
         hidden = apply(model, params, batch, shift(hidden), plain)
     np.testing.assert_allclose(np.asarray(hidden), own, atol=1e-9)
+
+
+def memory_over_paper(config: ModelConfig, *, rows: int, capacity: int, device: Any = None) -> float:
+    """Bytes of the compiled loop of soft steps, over those of the weights (in the compute dtype) and the cache."""
+    model, dtype = Transformer(config), jnp.dtype(config.dtype)
+    on = None if device is None else SingleDeviceSharding(device)
+
+    def shapes(function: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), jax.eval_shape(function))
+
+    params = shapes(lambda: cast(init_params(model, jax.random.key(0)), dtype=dtype))
+    state = shapes(
+        lambda: Decoding(
+            kv_cache.empty(config, rows=rows, capacity=capacity, dtype=dtype),
+            hidden_BD=jnp.zeros((rows, config.width), dtype),
+            token_B=jnp.zeros(rows, jnp.int32),
+            position_B=jnp.zeros(rows, jnp.int32),
+            done_B=jnp.zeros(rows, bool),
+            steps=jnp.int32(0),
+            tokens_BN=jnp.zeros((rows, 128), jnp.int32),
+            log_probs_BN=jnp.zeros((rows, 128)),
+        )
+    )
+    more = shapes(
+        lambda: {
+            'until': jnp.int32(0),
+            'stop_ids': jnp.zeros(1, jnp.int32),
+            'rows_B': jnp.zeros(rows, jnp.int32),
+            'key': jax.random.key(0),
+            'sampling': Sampling(jnp.float32(0), jnp.int32(0), jnp.float32(0)),
+        }
+    )
+    compiled = advance.lower(model, params, state, kind='greedy', feedback=True, **more).compile()
+    memory = compiled.memory_analysis()
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    paper = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    paper += kv_cache.num_bytes(config, rows=rows, capacity=capacity, itemsize=dtype.itemsize)
+    return (used - memory.alias_size_in_bytes) / paper
+
+
+def test_a_step_needs_little_more_than_weights_and_cache() -> None:
+    """On CPU, by the compiler."""
+    shape: dict[str, Any] = {'width': 256, 'num_layers': 12, 'mlp_width': 1024, 'full_attention_every': 6}
+    config = make_model(vocab_size=2000, window=256, **shape).config
+    assert 1 <= memory_over_paper(config, rows=4, capacity=512) < 1.05
+
+
+def memory_of_a_tpu() -> float:
+    device = devices_of('v5e:2x2', 1)[0]
+    config = load_config_file(str(Path(__file__).parents[1] / 'configs/fbt_1b.py'), {}).model
+    return memory_over_paper(for_platform(config, 'tpu'), rows=8, capacity=8192, device=device)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='needs libtpu, to compile for TPU without one')
+def test_a_tpu_keeps_no_second_cache_and_no_second_weights() -> None:
+    """The 1B model, 8 rows of 8192 positions, compiled for a v5e."""
+    assert 1 <= on_devices(memory_of_a_tpu, count=1) < 1.005
 
 
 def test_feedback_costs_less_than_a_hundredth_at_1b() -> None:

@@ -1,27 +1,35 @@
 """`fbt_jax.generate` on a small model of bytes: texts, samples, stops, streams, errors, no new programs."""
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from helpers import float64, on_devices
 from helpers_run import Run, make_run
 
-from fbt_jax.config import DataConfig
+from fbt_jax.config import DataConfig, MeshConfig
 from fbt_jax.data.tokenizer import open_tokenizer
 from fbt_jax.errors import UserError
 from fbt_jax.inference import decode
 from fbt_jax.inference.generate import Generations, Piece, generate, stream
+from fbt_jax.model.transformer import param_specs
+from fbt_jax.sharding import make_mesh, named
 
 BYTES = open_tokenizer(DataConfig(tokenizer='bytes'))
 CONTEXT = 64
 
 
-@pytest.fixture(scope='module')
-def run() -> Run:
-    made = make_run(seq_len=CONTEXT)
+def sharp_run(**changes: Any) -> Run:
+    made = make_run(seq_len=CONTEXT, **changes)
     made.params['embedding'] = made.params['embedding'] * 3  # sharper, so that rounding chooses nothing
     return made
+
+
+@pytest.fixture(scope='module')
+def run() -> Run:
+    return sharp_run()
 
 
 PROMPTS = ['a', 'It is a truth', '', 'x' * 30, 'universally']
@@ -176,3 +184,51 @@ def test_rows_that_are_not_text_have_no_text(run: Run) -> None:
     assert generate(words, [[3, 4]], mode='soft', max_tokens=3).texts == ['']
     with pytest.raises(UserError, match='reads no text: give its prompts as lists of ids'):
         generate(words, ['a'], mode='soft', max_tokens=3)
+
+
+# Meshes: sizes of data, fsdp and tensor; the first is one device
+
+
+def generations_on(*meshes: tuple[int, int, int], modes: tuple[str, ...], **options: Any) -> list[Any]:
+    """[tokens, log probs] of each mode on each mesh in turn; in float64, as a random model blows rounding up."""
+    run, found = sharp_run(dtype='float64'), []
+    for sizes in ((1, 1, 1), *meshes):
+        mesh = make_mesh(MeshConfig(1, *sizes, 1), jax.devices()[: math.prod(sizes)])
+        placed = run._replace(params=jax.device_put(run.params, named(mesh, param_specs(run.model))))
+        with jax.set_mesh(mesh):
+            found += [generate(placed, PROMPTS, mode=mode, max_tokens=10, **options)[1:3] for mode in modes]
+    return found
+
+
+@float64
+def soft_on_a_mesh() -> list[Any]:
+    return generations_on((2, 2, 2), modes=('soft',))
+
+
+@float64
+def every_mode_on_meshes() -> list[Any]:
+    return generations_on((2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 1, 2), (3, 1, 1), modes=decode.MODES)
+
+
+@float64
+def samples_on_meshes() -> list[Any]:
+    return generations_on((2, 2, 2), (3, 1, 2), modes=decode.MODES, temperature=0.8, top_k=50, num_samples=3)
+
+
+@pytest.mark.parametrize(
+    ('function', 'modes', 'meshes'),
+    [
+        (soft_on_a_mesh, 1, 1),
+        pytest.param(every_mode_on_meshes, 3, 5, marks=pytest.mark.slow),
+        pytest.param(samples_on_meshes, 3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_chooses_what_one_device_does(function: Any, modes: int, meshes: int) -> None:
+    """Rows, heads, weights and the cache split over up to eight devices, as they are in training."""
+    found = on_devices(function)
+    assert len(found) == modes * (1 + meshes)
+    for i, (tokens, log_probs) in enumerate(found):
+        alone, log_probs_alone = found[i % modes]
+        assert tokens == alone
+        for got, expected in zip(log_probs, log_probs_alone, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -23,6 +23,9 @@ from fbt_jax.passes import prefill
 from fbt_jax.sharding import constrain, replicated
 
 MODES = ('standard', 'soft', 'fused')
+# Or a CPU's compiler copies the weights of all layers of a turn at once, to run what can run in parallel: 1.016 of
+# weights and cache instead of 1.35, and 0.64 of the time a step (116M parameters, 4 rows, 2 cores). Others ignore it.
+COMPILER_OPTIONS = {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
 
 
 @partial(jax.jit, static_argnames='dtype')
@@ -109,7 +112,9 @@ def begin(
     )
 
 
-@partial(jax.jit, static_argnames=('model', 'kind', 'feedback'), donate_argnames='state')
+@partial(
+    jax.jit, static_argnames=('model', 'kind', 'feedback'), donate_argnames='state', compiler_options=COMPILER_OPTIONS
+)
 def advance(
     model: Transformer,
     params: Any,

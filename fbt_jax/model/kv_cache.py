@@ -3,11 +3,14 @@
 A layer's cache has S slots; position p lies in slot p mod S. A full layer has a slot for every position that a row may
 come to; a windowed one has as many as its window, so that each new position takes the place of the one that has just
 left the window: memory follows the window, and attention needs no mask for it. With slots as the last axis a step takes
-0.83 of the time that (B, S, M, H) takes (116M parameters, 4 rows of 1024 positions, 2 CPU cores).
+0.83 of the time that (B, S, M, H) takes (116M parameters, 4 rows of 1024 positions, 2 CPU cores). A step writes a tile
+of slots, row by row: for a scatter into the last axis a TPU's compiler turned the cache about, its head width of 96
+padded to 128, and kept the copy. A loop of steps (1B, 8 rows of 8192) needed 1.67 of weights and cache, 1.001 this way.
 Shapes: B rows, T positions of a prompt, S slots, N query heads, M key/value heads (G = N/M share one), H head width,
 R repetitions of the pattern of windows.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -15,6 +18,8 @@ import jax.numpy as jnp
 
 from fbt_jax.config_model import ModelConfig
 from fbt_jax.sharding import constrain
+
+TILE = 128  # slots that are written together at most: a TPU's lanes
 
 
 class LayerCache(NamedTuple):
@@ -74,13 +79,37 @@ def store_prompt(part: Part, k_BTMH: jax.Array, v_BTMH: jax.Array, lengths_B: ja
 
 def store_one(part: Part, k_B1MH: jax.Array, v_B1MH: jax.Array, positions_B: jax.Array) -> Part:
     """With one more position in each row."""
-    rows_B = jnp.arange(part.cache.k.shape[1])
     slots_B = positions_B % part.cache.k.shape[-1]
 
     def store(cache: jax.Array, x_B1MH: jax.Array) -> jax.Array:
-        return _placed(cache.at[part.number, rows_B, :, :, slots_B].set(x_B1MH[:, 0]))
+        arguments = cache, part.number, x_B1MH[:, 0], slots_B
+        # On a GPU each tile would be a kernel of its own.
+        stored: jax.Array = jax.lax.platform_dependent(
+            *arguments, cuda=store_by_scatter, rocm=store_by_scatter, default=store_by_tiles
+        )
+        return _placed(stored)
 
     return part._replace(cache=LayerCache(store(part.cache.k, k_B1MH), store(part.cache.v, v_B1MH)))
+
+
+def store_by_scatter(cache: jax.Array, number: jax.Array, x_BMH: jax.Array, slots_B: jax.Array) -> jax.Array:
+    return cache.at[number, jnp.arange(len(slots_B)), :, :, slots_B].set(x_BMH)
+
+
+def store_by_tiles(cache: jax.Array, number: jax.Array, x_BMH: jax.Array, slots_B: jax.Array) -> jax.Array:
+    """Row by row, the slot with its neighbours as they were: see the module's header."""
+    rows, heads, width, slots = cache.shape[1:]
+    tile = math.gcd(slots, TILE)
+
+    def store_row(row: jax.Array, cache: jax.Array) -> jax.Array:
+        start = slots_B[row] // tile * tile
+        at = tuple(map(jnp.int32, (number, row, 0, 0, start)))  # of one type, whatever the arguments' are
+        before = jax.lax.dynamic_slice(cache, at, (1, 1, heads, width, tile))
+        x_11MH1 = jax.lax.dynamic_index_in_dim(x_BMH, row)[None, ..., None]
+        tile_11MHs = jnp.where(jnp.arange(tile) == slots_B[row] - start, x_11MH1, before)
+        return jax.lax.dynamic_update_slice(cache, tile_11MHs, at)
+
+    return jax.lax.fori_loop(0, rows, store_row, cache)
 
 
 def attend_one(q_B1NH: jax.Array, part: Part, positions_B: jax.Array) -> jax.Array:

@@ -141,6 +141,9 @@ class Block(nn.Module):
         if c.head_gate:
             outputs['head_gate'] = (c.num_heads, ('embed', 'heads'))
         q_BTn, k_BTm, v_BTm, *gates_BTN = dense(c, y_BTD, **outputs)
+        if cache is not None:
+            # A TPU's compiler lays matrices out as heads like their outputs, and a decode loop would keep such copies.
+            q_BTn, k_BTm, v_BTm = jax.lax.optimization_barrier((q_BTn, k_BTm, v_BTm))
         q_BTNH = q_BTn.reshape(*lead, *heads)
         k_BTMH, v_BTMH = (x_BTm.reshape(*lead, *kv_heads) for x_BTm in (k_BTm, v_BTm))
         if c.qk_norm:
