@@ -113,7 +113,10 @@ def test_the_installed_command_is_the_module() -> None:
     ('arguments', 'told'),
     [
         ([], r'the following arguments are required: VERB'),
-        (['trian'], r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, '?export'?, '?import'?\)"),
+        (
+            ['trian'],
+            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, '?export'?, '?import'?\)",
+        ),
         (['--foo'], r'the following arguments are required: VERB'),
         (['train', '--workdir=x'], r'the following arguments are required: --config'),
         (['train', '--config=x'], r'the following arguments are required: --workdir'),
