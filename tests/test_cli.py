@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from helpers_e2e import PLAIN, finish, rows, snapshot, start, train, write_config
 
@@ -280,6 +283,62 @@ def test_evaluate_says_what_training_said(capsys: pytest.CaptureFixture[str], ru
     assert (figures['step'], figures['tokens'], figures['passes']) == (8, 12_288, 1)
     assert len(figures['accuracy_by_position']['1']) == 12
     assert snapshot(run) == before
+
+
+def test_evaluate_against_a_run_on_the_same_documents(
+    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path
+) -> None:
+    """Against itself: exactly nothing. Against a copy at another step: the difference of what each says of itself."""
+    other = shutil.copytree(run, tmp_path / 'other')
+    shutil.rmtree(other / 'checkpoints/8')
+    path = f'--json={tmp_path}/figures.json'
+    evaluate(capsys, other, path)
+    alone = json.loads((tmp_path / 'figures.json').read_text())
+    table = evaluate(capsys, run, f'--against={other}', path)
+    figures = json.loads((tmp_path / 'figures.json').read_text())
+    assert f'less {other}, step 7, on the same documents\n' in table
+    assert (figures['against']['step'], figures['against']['unit']) == (7, 'nats per token')
+    entry = figures['against']['passes']['1']
+    assert entry['other_passes'] == 1
+    assert entry['difference'] == pytest.approx(figures['loss_pass_1'] - alone['loss_pass_1'], abs=1e-6)
+    low, high = entry['interval']
+    assert low < entry['difference'] < high < low + 0.1
+    assert figures['intervals']['documents'] == 1024
+    assert figures['intervals']['loss']['1'][0] < figures['loss_pass_1'] < figures['intervals']['loss']['1'][1]
+    evaluate(capsys, run, f'--against={run}', '--rows=9', path)
+    entry = json.loads((tmp_path / 'figures.json').read_text())['against']['passes']['1']
+    assert (entry['difference'], entry['interval']) == (0, [0, 0])
+
+
+def test_evaluate_refuses_other_documents(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(run, tmp_path / 'other')
+    record = json.loads((other / 'config.json').read_text())
+    record['config']['seed'] = 4
+    (other / 'config.json').write_text(json.dumps(record))
+    line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', f'--against={other}')
+    assert line == f'{other} cannot be compared with {run}: its rows are drawn with another seed'
+    line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', f'--against={tmp_path}/none')
+    assert line.endswith('none: no run here (no config.json)')
+
+
+def test_evaluate_fails_on_a_model_that_sees_ahead(
+    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leak planted in the model itself: what the embedding gives is that of the next token too."""
+    from fbt_jax.model import transformer
+
+    def leaky(embedding: Any, tokens: Any, *, dtype: Any, look_up: Any = transformer.look_up) -> Any:
+        own = look_up(embedding, tokens, dtype=dtype)
+        return own + 0.01 * np.eye(tokens.shape[1], k=1, dtype=np.float32) @ own
+
+    monkeypatch.setattr(transformer, 'look_up', leaky)
+    jax.clear_caches()  # the honest model's programs
+    capsys.readouterr()
+    assert main(['evaluate', f'--workdir={run}']) == 1
+    jax.clear_caches()
+    out, err = capsys.readouterr()
+    assert out == ''
+    assert re.fullmatch(r'fbt evaluate: the model sees tokens that it must predict: in pass 1 of 1, [^\n]+\n', err)
 
 
 def test_evaluate_takes_a_part_of_the_rows_and_another_step(
