@@ -67,7 +67,7 @@ def test_help_is_complete_quick_and_light(arguments: list[str]) -> None:
         if seconds[-1] < 2:
             break
     assert min(seconds) < 2
-    own = '--workdir' if arguments[0] in ('train', 'evaluate', 'generate', 'export') else '--config'
+    own = '--workdir' if arguments[0] in ('train', 'evaluate', 'generate', 'diagnose', 'export') else '--config'
     words = VERBS if arguments == ['--help'] else (own, 'examples:')
     assert all(word in result.stdout for word in words)
     code = f"""
@@ -132,6 +132,10 @@ def test_the_installed_command_is_the_module() -> None:
         (['evaluate', '--workdir=x', '--json=/'], r'--json=/: must be a file in a folder'),
         (['evaluate', '--workdir=x', '--passs=2'], r'unknown argument --passs=2; see --help'),
         (['evaluate', '--workdir=x', '--config.seed=2'], r'unknown argument --config\.seed=2; see --help'),
+        (['diagnose'], r'the following arguments are required: --workdir'),
+        (['diagnose', '--workdir=x', '--passes=5'], r'--passes=5: must be at least 6'),
+        (['diagnose', '--workdir=x', '--plot=map.jpg'], r'--plot=map\.jpg: must end in \.png'),
+        (['diagnose', '--workdir=no/such/run'], r'no/such/run: no run here \(no config\.json\)'),
         (['evaluate', '--workdir=no/such/run'], r'no/such/run: no run here \(no config\.json\)'),
     ],
 )
@@ -407,3 +411,35 @@ def test_float64_runs_are_evaluated_in_float64(config: Path, tmp_path: Path) -> 
     assert 'truncated' not in result.err
     code = f"import fbt_jax; print(fbt_jax.load_run({str(run)!r}).params['embedding'].dtype)"
     assert python(code).stdout == 'float64\n'
+
+
+# diagnose
+
+
+def test_diagnose_refuses_a_run_without_feedback(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    line = refused(capsys, 'diagnose', f'--workdir={run}')
+    assert line == f'{run}: was trained without feedback (one pass only), so there is no map to iterate'
+
+
+@pytest.mark.slow
+def test_diagnose_a_run(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
+    """64 rows of 12: six passes leave the last six positions of each to judge, twelve none."""
+    run = tmp_path / 'run'
+    train(config, run, '--config.training.steps=8')
+    before = snapshot(run)
+    files = [f'--json={tmp_path}/map.json', f'--plot={tmp_path}/map.png']
+    assert main(['diagnose', f'--workdir={run}', '--passes=6', *files]) == 0
+    out = capsys.readouterr().out
+    figures = json.loads((tmp_path / 'map.json').read_text())
+    assert out.startswith(f'{run}, step 8: 384 positions of 64 rows, each more than 6 tokens into its document\n')
+    assert out.endswith(f'verdict: {figures["verdict"]}\n')
+    assert figures['verdict'] in ('contracting', 'diverging', 'undecided')
+    assert (len(figures['loss']), figures['update_norm'][0], len(figures['evidence'])) == (6, None, 4)
+    assert figures['rate']['low'] <= figures['rate']['value'] <= figures['rate']['high']
+    assert len(figures['singular_values']) == 32 and min(figures['singular_values']) > 0
+    assert len(set(figures['singular_value_positions'])) > 5
+    assert figures['rollout_tokens'] == len(figures['rollout_state_norm']) == 4  # 12 less a prompt of 8
+    assert (tmp_path / 'map.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+    line = refused(capsys, 'diagnose', f'--workdir={run}', '--passes=12')
+    assert line.startswith('--passes=12: only 0 positions in 0 rows lie further than that into their document')
+    assert snapshot(run) == before
