@@ -183,6 +183,7 @@ def test_singular_values_of_known_maps() -> None:
     assert np.max(turned.residual_B) < 1e-5
 
 
+@pytest.mark.slow
 def test_singular_values_of_the_model() -> None:
     """Of the cached step, against the whole Jacobian of an uncached pass in which one fed state varies."""
     run = make_run(seq_len=32)
