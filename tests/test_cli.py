@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from helpers_e2e import PLAIN, finish, rows, snapshot, start, train, write_config
 
@@ -64,7 +67,7 @@ def test_help_is_complete_quick_and_light(arguments: list[str]) -> None:
         if seconds[-1] < 2:
             break
     assert min(seconds) < 2
-    own = '--workdir' if arguments[0] in ('train', 'evaluate', 'generate', 'export') else '--config'
+    own = '--workdir' if arguments[0] in ('train', 'evaluate', 'generate', 'diagnose', 'export') else '--config'
     words = VERBS if arguments == ['--help'] else (own, 'examples:')
     assert all(word in result.stdout for word in words)
     code = f"""
@@ -132,6 +135,10 @@ def test_the_installed_command_is_the_module() -> None:
         (['evaluate', '--workdir=x', '--json=/'], r'--json=/: must be a file in a folder'),
         (['evaluate', '--workdir=x', '--passs=2'], r'unknown argument --passs=2; see --help'),
         (['evaluate', '--workdir=x', '--config.seed=2'], r'unknown argument --config\.seed=2; see --help'),
+        (['diagnose'], r'the following arguments are required: --workdir'),
+        (['diagnose', '--workdir=x', '--passes=5'], r'--passes=5: must be at least 6'),
+        (['diagnose', '--workdir=x', '--plot=map.jpg'], r'--plot=map\.jpg: must end in \.png'),
+        (['diagnose', '--workdir=no/such/run'], r'no/such/run: no run here \(no config\.json\)'),
         (['evaluate', '--workdir=no/such/run'], r'no/such/run: no run here \(no config\.json\)'),
     ],
 )
@@ -285,6 +292,62 @@ def test_evaluate_says_what_training_said(capsys: pytest.CaptureFixture[str], ru
     assert snapshot(run) == before
 
 
+def test_evaluate_against_a_run_on_the_same_documents(
+    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path
+) -> None:
+    """Against itself: exactly nothing. Against a copy at another step: the difference of what each says of itself."""
+    other = shutil.copytree(run, tmp_path / 'other')
+    shutil.rmtree(other / 'checkpoints/8')
+    path = f'--json={tmp_path}/figures.json'
+    evaluate(capsys, other, path)
+    alone = json.loads((tmp_path / 'figures.json').read_text())
+    table = evaluate(capsys, run, f'--against={other}', path)
+    figures = json.loads((tmp_path / 'figures.json').read_text())
+    assert f'less {other}, step 7, on the same documents\n' in table
+    assert (figures['against']['step'], figures['against']['unit']) == (7, 'nats per token')
+    entry = figures['against']['passes']['1']
+    assert entry['other_passes'] == 1
+    assert entry['difference'] == pytest.approx(figures['loss_pass_1'] - alone['loss_pass_1'], abs=1e-6)
+    low, high = entry['interval']
+    assert low < entry['difference'] < high < low + 0.1
+    assert figures['intervals']['documents'] == 1024
+    assert figures['intervals']['loss']['1'][0] < figures['loss_pass_1'] < figures['intervals']['loss']['1'][1]
+    evaluate(capsys, run, f'--against={run}', '--rows=9', path)
+    entry = json.loads((tmp_path / 'figures.json').read_text())['against']['passes']['1']
+    assert (entry['difference'], entry['interval']) == (0, [0, 0])
+
+
+def test_evaluate_refuses_other_documents(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(run, tmp_path / 'other')
+    record = json.loads((other / 'config.json').read_text())
+    record['config']['seed'] = 4
+    (other / 'config.json').write_text(json.dumps(record))
+    line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', f'--against={other}')
+    assert line == f'{other} cannot be compared with {run}: its rows are drawn with another seed'
+    line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', f'--against={tmp_path}/none')
+    assert line.endswith('none: no run here (no config.json)')
+
+
+def test_evaluate_fails_on_a_model_that_sees_ahead(
+    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leak planted in the model itself: what the embedding gives is that of the next token too."""
+    from fbt_jax.model import transformer
+
+    def leaky(embedding: Any, tokens: Any, *, dtype: Any, look_up: Any = transformer.look_up) -> Any:
+        own = look_up(embedding, tokens, dtype=dtype)
+        return own + 0.01 * np.eye(tokens.shape[1], k=1, dtype=np.float32) @ own
+
+    monkeypatch.setattr(transformer, 'look_up', leaky)
+    jax.clear_caches()  # the honest model's programs
+    capsys.readouterr()
+    assert main(['evaluate', f'--workdir={run}']) == 1
+    jax.clear_caches()
+    out, err = capsys.readouterr()
+    assert out == ''
+    assert re.fullmatch(r'fbt evaluate: the model sees tokens that it must predict: in pass 1 of 1, [^\n]+\n', err)
+
+
 def test_evaluate_takes_a_part_of_the_rows_and_another_step(
     capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path
 ) -> None:
@@ -351,3 +414,35 @@ def test_float64_runs_are_evaluated_in_float64(config: Path, tmp_path: Path) -> 
     assert 'truncated' not in result.err
     code = f"import fbt_jax; print(fbt_jax.load_run({str(run)!r}).params['embedding'].dtype)"
     assert python(code).stdout == 'float64\n'
+
+
+# diagnose
+
+
+def test_diagnose_refuses_a_run_without_feedback(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    line = refused(capsys, 'diagnose', f'--workdir={run}')
+    assert line == f'{run}: was trained without feedback (one pass only), so there is no map to iterate'
+
+
+@pytest.mark.slow
+def test_diagnose_a_run(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
+    """64 rows of 12: six passes leave the last six positions of each to judge, twelve none."""
+    run = tmp_path / 'run'
+    train(config, run, '--config.training.steps=8')
+    before = snapshot(run)
+    files = [f'--json={tmp_path}/map.json', f'--plot={tmp_path}/map.png']
+    assert main(['diagnose', f'--workdir={run}', '--passes=6', *files]) == 0
+    out = capsys.readouterr().out
+    figures = json.loads((tmp_path / 'map.json').read_text())
+    assert out.startswith(f'{run}, step 8: 384 positions of 64 rows, each more than 6 tokens into its document\n')
+    assert out.endswith(f'verdict: {figures["verdict"]}\n')
+    assert figures['verdict'] in ('contracting', 'diverging', 'undecided')
+    assert (len(figures['loss']), figures['update_norm'][0], len(figures['evidence'])) == (6, None, 4)
+    assert figures['rate']['low'] <= figures['rate']['value'] <= figures['rate']['high']
+    assert len(figures['singular_values']) == 32 and min(figures['singular_values']) > 0
+    assert len(set(figures['singular_value_positions'])) > 5
+    assert figures['rollout_tokens'] == len(figures['rollout_state_norm']) == 4  # 12 less a prompt of 8
+    assert (tmp_path / 'map.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+    line = refused(capsys, 'diagnose', f'--workdir={run}', '--passes=12')
+    assert line.startswith('--passes=12: only 0 positions in 0 rows lie further than that into their document')
+    assert snapshot(run) == before

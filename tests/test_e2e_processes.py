@@ -158,6 +158,25 @@ def test_evaluate_with_two_prints_what_one_prints(finished: Path) -> None:
     assert without_gloo(second.out) == ''
 
 
+def test_diagnose_and_intervals_with_two_are_those_of_one(finished: Path, tmp_path: Path) -> None:
+    """To rounding: two processes add in another order."""
+    for verb, passes in (('evaluate', '--passes=1,2'), ('diagnose', '--passes=6')):
+        found = []
+        for count in (1, 2):
+            path = tmp_path / f'{verb}{count}.json'
+            results = finish_all(start_all(count, verb, f'--workdir={finished}', passes, f'--json={path}'))
+            assert [result.status for result in results] == [0] * count, results[0].text
+            found.append(json.loads(path.read_text()))
+        one, two = found
+        if verb == 'evaluate':
+            assert two['intervals']['documents'] == one['intervals']['documents'] == 1024
+            assert two['intervals']['loss']['2'] == pytest.approx(one['intervals']['loss']['2'], rel=1e-5)
+        else:
+            assert (two['positions'], two['verdict']) == (one['positions'], one['verdict'])
+            for name in ('loss', 'singular_values', 'rollout_state_norm'):
+                assert two[name] == pytest.approx(one[name], rel=1e-3), name
+
+
 def without_gloo(out: str) -> str:
     """Its C++ prints how many peers it has reached straight to stdout."""
     return ''.join(line for line in out.splitlines(keepends=True) if not line.startswith('[Gloo] '))

@@ -110,7 +110,7 @@ def test_the_rules_see_the_package() -> None:
     assert {
         ('loop', 'fbt_jax.training.step'),
         ('loop', 'jax'),
-        ('evaluate', 'fbt_jax.training.run_folder'),  # within a function
+        ('generate', 'fbt_jax.training.run_folder'),  # within a function
         ('transformer', 'flax'),
         ('pipeline', 'fbt_jax.data.corpus'),  # from fbt_jax.data import corpus
         ('__main__', 'fbt_jax.cli.__init__'),

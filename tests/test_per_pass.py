@@ -1,17 +1,15 @@
 """Evaluation by number of passes: loss, update norm, accuracy and bytes by hand, whatever the batch size."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from fbt_jax.batch import Batch
 from fbt_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, PassesConfig
 from fbt_jax.data import Data, corpus, open_data
-from fbt_jax.evaluation.per_pass import BatchSums, PassResults, evaluate_passes, make_eval_step
+from fbt_jax.evaluation.per_pass import EvalStep, PassResults, evaluate_passes, make_eval_step, together
 from fbt_jax.model.transformer import Transformer, init_params
 
 ROWS, PASSES = 7, 3  # rows that neither 2 nor 3 divides: the last batch is filled up with padding
@@ -50,13 +48,14 @@ def params(model: Transformer) -> Any:
 
 
 @pytest.fixture(scope='module')
-def eval_step(data: Data, model: Transformer) -> Callable[[Any, Batch], BatchSums]:
-    return make_eval_step(model, num_passes=PASSES, token_bytes=data.token_bytes)
+def eval_step(data: Data, model: Transformer) -> EvalStep:
+    return make_eval_step(model, num_passes=PASSES, token_bytes=data.token_bytes, by_segment=True)
 
 
 def results_of(data: Data, params: Any, eval_step: Any, batch_size: int, rows: int = ROWS) -> PassResults:
     batches = data.validation_batches('validation', batch_size, max_rows=rows)
-    return evaluate_passes(eval_step, params, batches)
+    documents = data.validation_documents('validation', batch_size, max_rows=rows)
+    return evaluate_passes(eval_step, params, batches, documents=documents)
 
 
 @pytest.fixture(scope='module')
@@ -117,12 +116,47 @@ def test_results_do_not_depend_on_the_batch_size(
     np.testing.assert_array_equal(other.sums.tokens_P, results.sums.tokens_P)
     for name in ('loss_K', 'update_norm_K', 'accuracy_K', 'bits_per_byte_K'):
         np.testing.assert_allclose(getattr(other, name), getattr(results, name), rtol=1e-6, err_msg=name)
+    for x, y in zip(other.documents, results.documents, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_sums_by_document_by_hand(results: PassResults, data: Data, by_hand: dict[str, np.ndarray]) -> None:
+    """Where documents begin is found in the text itself: row r holds the tokens from 96 r on of all chapters."""
+    lengths = [len(text.encode()) + 2 for text in corpus.split().validation]  # BOS and EOS
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    total = data.validation['validation'].num_rows
+    numbers, num_bytes = [], []
+    for row, batch in enumerate(data.validation_batches('validation', 1, max_rows=ROWS)):
+        counted = batch.weights[0] > 0
+        start = row * total // ROWS * 96
+        numbers.append(document_of[start + 1 : start + 97][counted[: len(document_of) - start - 1]])
+        num_bytes.append(batch.targets[0][counted] < 256)
+    number, is_byte = np.concatenate(numbers), np.concatenate(num_bytes)
+    known = np.unique(number)
+    assert 3 < len(known) <= ROWS
+    assert results.documents is not None
+    for place, document in enumerate(known):
+        here = number == document
+        assert results.documents.tokens_U[place] == here.sum()
+        assert results.documents.bytes_U[place] == is_byte[here].sum()
+        np.testing.assert_allclose(results.documents.nll_KU[:, place], by_hand['nll'][:, here].sum(-1), rtol=1e-5)
+    assert results.documents.nll_KU.shape == (PASSES, len(known))
+
+
+def test_documents_of_several_sets_stay_apart(results: PassResults) -> None:
+    both = together([results, results]).documents
+    assert results.documents is not None and both is not None
+    np.testing.assert_array_equal(both.tokens_U, np.tile(results.documents.tokens_U, 2))
+    np.testing.assert_array_equal(both.nll_KU, np.tile(results.documents.nll_KU, (1, 2)))
 
 
 def test_a_first_pass_does_not_depend_on_how_many_follow(
     results: PassResults, data: Data, model: Transformer, params: Any
 ) -> None:
-    alone = results_of(data, params, make_eval_step(model, num_passes=1), 3)
+    alone = evaluate_passes(
+        make_eval_step(model, num_passes=1), params, data.validation_batches('validation', 3, max_rows=ROWS)
+    )
+    assert alone.documents is None
     np.testing.assert_allclose(alone.loss_K, results.loss_K[:1], rtol=1e-6)
     assert alone.update_norm_K.shape == (1,)
 
@@ -157,11 +191,15 @@ def test_bytes_are_those_of_the_validation_text(tokenizer: str, batch_size: int)
             remat='nothing',
         )
     )
-    step = make_eval_step(small, num_passes=1, token_bytes=data.token_bytes)
-    counted = evaluate_passes(
-        step, init_params(small, jax.random.key(0)), data.validation_batches('validation', batch_size)
-    )
-    assert counted.bytes == sum(len(document.encode()) for document in corpus.split().validation)
+    step = make_eval_step(small, num_passes=1, token_bytes=data.token_bytes, by_segment=True)
+    counted = results_of(data, init_params(small, jax.random.key(0)), step, batch_size, rows=0)
+    texts = [len(document.encode()) for document in corpus.split().validation]
+    assert counted.bytes == sum(texts)
+    # Pieces of a document are one, whatever rows they lie in.
+    assert counted.documents is not None and counted.documents.bytes_U is not None
+    assert counted.documents.bytes_U.tolist() == texts
+    if tokenizer == 'bytes':
+        assert counted.documents.tokens_U.tolist() == [n + 1 for n in texts]  # and EOS
 
 
 def test_rows_that_are_no_text_have_no_bytes(model: Transformer, params: Any) -> None:
@@ -173,8 +211,11 @@ def test_rows_that_are_no_text_have_no_bytes(model: Transformer, params: Any) ->
     )
     data = open_data(config)
     assert data.token_bytes is None
-    eval_step = make_eval_step(model, num_passes=1, token_bytes=data.token_bytes)
+    eval_step = make_eval_step(model, num_passes=1, token_bytes=data.token_bytes, by_segment=True)
     results = results_of(data, params, eval_step, 2, rows=3)
+    assert results.documents is not None and results.documents.bytes_U is None
+    assert results.documents.tokens_U.tolist() == [96] * 3  # a row is a document
+    np.testing.assert_allclose(results.documents.nll_KU.sum(), results.sums.nll_KP.sum(), rtol=1e-6)
     assert results.bytes is None
     assert results.bits_per_byte_K is None
     assert results.nats_per_byte_K is None

@@ -65,3 +65,23 @@ def test_positions_show_each_seed_and_the_mean(tmp_path: Path, drawn: list[Any])
     curves = [list(line.get_ydata()) for line in drawn[0].axes[0].get_lines()]
     assert curves[:2] == [[1.0, 0.5], [0.8, 0.1]]
     np.testing.assert_allclose(curves[2], [0.9, 0.3])
+
+
+def test_contraction(tmp_path: Path, drawn: list[Any]) -> None:
+    figures = {
+        'passes': 4,
+        'loss': [3.0, 2.0, 2.1, 2.2],
+        'update_norm': [None, 0.4, 0.2, 0.1],
+        'fitted': (2, 4),
+        'rate': {'value': 0.5},
+        'verdict': 'contracting',
+        'singular_values': [0.5, 0.7],
+        'rollout_state_norm': [1.0, 1.1],
+    }
+    plots.draw_contraction(str(tmp_path / 'a.png'), figures)
+    assert (tmp_path / 'a.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+    loss, update, _, rollout = drawn[0].axes
+    assert next(iter(lines(loss).values())) == [[1, 2, 3, 4], [3.0, 2.0, 2.1, 2.2]]
+    assert lines(update)['update norm'] == [[2, 3, 4], [0.4, 0.2, 0.1]]
+    np.testing.assert_allclose(lines(update)['0.500 a pass'], [[2, 3, 4], [0.4, 0.2, 0.1]])
+    assert next(iter(lines(rollout).values())) == [[1, 2], [1.0, 1.1]]

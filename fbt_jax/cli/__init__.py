@@ -9,11 +9,12 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from fbt_jax.errors import UserError
 
-VERBS = ('train', 'generate', 'evaluate', 'plan', 'bench', 'data', 'export', 'import')
+VERBS = ('train', 'generate', 'evaluate', 'diagnose', 'plan', 'bench', 'data', 'export', 'import')
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,6 +97,15 @@ def config_overrides(rest: list[str]) -> dict[str, str]:
                 raise UserError(f'--config.{key} needs a value: --config.{key}=VALUE')
         overrides[key] = value
     return overrides
+
+
+def require_outputs(args: argparse.Namespace) -> None:
+    """UserError unless `--json` and `--plot` can be written."""
+    for flag, path in (('json', args.json), ('plot', args.plot)):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise UserError(f'--{flag}={path}: must be a file in a folder that exists')
+    if args.plot is not None and not args.plot.endswith('.png'):
+        raise UserError(f'--plot={args.plot}: must end in .png')
 
 
 def no_more_arguments(rest: list[str]) -> None:

@@ -2,9 +2,11 @@
   fbt evaluate --workdir=runs/tiny
   fbt evaluate --workdir=runs/tiny --passes=1,2,3,30 --rows=64 --json=losses.json --plot=losses.png
   fbt evaluate --workdir=runs/word_problem --passes=1,4,12
+  fbt evaluate --workdir=runs/tiny --against=runs/baseline
 
-Prints loss, perplexity and bits per byte after each number of passes over the run's validation rows; for rows that
-aren't text, accuracy by position. `passes` counts the first, plain one.
+Prints loss, perplexity and bits per byte after each number of passes over the run's validation rows, with 95 %
+intervals by a bootstrap over documents and paired differences; for rows that aren't text, accuracy by position.
+`passes` counts the first, plain one. A loss that depends on tokens after its target ends with status 1.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fbt_jax.cli import no_more_arguments, processes
+from fbt_jax.cli import no_more_arguments, processes, require_outputs
 from fbt_jax.errors import UserError
 
 HELP = 'validation loss after each number of passes'
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--rows', type=int, default=0, metavar='N', help='validation rows, evenly spread (default: all)'
     )
+    parser.add_argument('--against', metavar='DIR', help='another run: paired differences on the same documents')
     parser.add_argument('--json', metavar='FILE', help='write the figures there too')
     parser.add_argument('--plot', metavar='FILE.png', help='draw the loss over training and by number of passes')
 
@@ -36,11 +39,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if args.rows < 0:
         raise UserError(f'--rows={args.rows}: must not be negative')
     passes = None if args.passes is None else _passes(args.passes)
-    for flag, path in (('json', args.json), ('plot', args.plot)):
-        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise UserError(f'--{flag}={path}: must be a file in a folder that exists')
-    if args.plot is not None and not args.plot.endswith('.png'):
-        raise UserError(f'--plot={args.plot}: must end in .png')
+    require_outputs(args)
 
     with processes():
         _evaluate(args, passes)
@@ -48,52 +47,41 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
-    import jax
-
-    from fbt_jax.data import open_data
-    from fbt_jax.evaluation.per_pass import evaluate_passes, make_eval_step, together
-    from fbt_jax.sharding import batch_shards
+    from fbt_jax.evaluation.intervals import pass_intervals
+    from fbt_jax.evaluation.per_pass import together
     from fbt_jax.training import summary
-    from fbt_jax.training.loop import validation_batches
     from fbt_jax.training.processes import is_primary
-    from fbt_jax.training.run_folder import data_folder, load_run, require_data, spread
+    from fbt_jax.training.scoring import run_difference, score
 
-    trained = load_run(args.workdir, args.step)
-    config = trained.config
-    has_feedback = config.model.fusion != 'none'
-    passes = passes or list(range(1, config.passes.max_passes + 3 if has_feedback else 2))
-    if max(passes) > 1 and not has_feedback:
-        raise UserError(f'--passes={args.passes}: {args.workdir} was trained without feedback; only 1 is possible')
-
-    data = open_data(config, data_folder(args.workdir), held_out_only=True)
-    require_data(args.workdir, data)
-    if not data.validation:
-        raise UserError(f'{args.workdir} was trained without validation data (data.validation)')
     rows_logged = _metric_rows(args.workdir) if args.plot else []
-    trained, mesh = spread(trained)
-    shards = batch_shards(mesh)
-    step = make_eval_step(trained.model, num_passes=max(passes), token_bytes=data.token_bytes)
-    by_set = {}
-    with jax.set_mesh(mesh):
-        for name, source in data.validation.items():
-            size = -(-min(config.data.batch_size, source.num_rows) // shards) * shards
-            batches = validation_batches(data, name, mesh, size, max_rows=args.rows)
-            by_set[name] = evaluate_passes(step, trained.params, batches)
+    scored = score(args.workdir, args.step, passes, rows=args.rows)
+    difference = None
+    if args.against is not None:
+        difference = run_difference(scored, score(args.against, None, scored.passes, rows=args.rows, or_one=True))
     if not is_primary():
         return
-    for name, part in by_set.items():
-        rows = min(args.rows or data.validation[name].num_rows, data.validation[name].num_rows)
-        print(f'{args.workdir}, step {trained.step}: {rows} {name} rows, {part.tokens:,.0f} tokens')
+    step, passes = scored.run.step, scored.passes
+    for name, part in scored.by_set.items():
+        total = scored.data.validation[name].num_rows
+        rows = min(args.rows or total, total)
+        print(f'{args.workdir}, step {step}: {rows} {name} rows, {part.tokens:,.0f} tokens')
         print(*summary.loss_table(part, passes), sep='\n')
-        if data.token_bytes is None:
+        if scored.data.token_bytes is None:
             print('accuracy by position:', *summary.position_table(part.accuracy_KP, passes), sep='\n')
-    results = together(by_set.values())
-    if len(by_set) > 1:
+    results = together(scored.by_set.values())
+    if len(scored.by_set) > 1:
         print(f'all of them: {results.tokens:,.0f} tokens', *summary.loss_table(results, passes), sep='\n')
+    assert results.documents is not None
+    intervals = pass_intervals(results.documents, passes)
+    print(*summary.interval_table(intervals), sep='\n')
+    if difference is not None:
+        print(*summary.difference_table(difference), sep='\n')
+    print(f'causal: in passes 1 to {scored.causal_passes} no loss depends on what comes after its target')
     if args.json:
-        figures = _figures(args.workdir, trained.step, results, passes)
-        if len(by_set) > 1:
-            parts = {name: _figures(args.workdir, trained.step, part, passes) for name, part in by_set.items()}
+        figures = _figures(args.workdir, step, results, passes) | {'causal_passes': scored.causal_passes}
+        figures |= {'intervals': intervals} | ({} if difference is None else {'against': difference})
+        if len(scored.by_set) > 1:
+            parts = {name: _figures(args.workdir, step, part, passes) for name, part in scored.by_set.items()}
             figures['sets'] = parts
         Path(args.json).write_text(json.dumps(figures, indent=2) + '\n')
     if args.plot:

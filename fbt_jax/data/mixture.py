@@ -24,6 +24,14 @@ class Rows(Protocol):
         ...
 
 
+class HeldOutRows(Rows, Protocol):
+    """A finite source that is read in order."""
+
+    def documents(self, rows: Sequence[int]) -> list[np.ndarray]:
+        """The document that each segment of those rows belongs to, int64; none for rows past the end."""
+        ...
+
+
 class Mixture:
     """`phases`: ((first row, share of each member), ...), first rows going up from 0, shares summing to 1."""
 

@@ -40,6 +40,19 @@ class StreamRows:
         runs = [self._read(run) for run in consecutive(rows)]
         return runs[0] if len(runs) == 1 else Batch(*map(np.concatenate, zip(*runs, strict=True)))
 
+    def documents(self, rows: Sequence[int]) -> list[np.ndarray]:
+        """Which document of the source each segment of those rows belongs to, in order; for finite sources.
+
+        All pieces of a document, in whatever rows, have its number.
+        """
+        before_S = np.cumsum(self._documents.documents_S) - self._documents.documents_S
+        found = []
+        for row in rows:
+            start, stop = row * self._seq_len, min((row + 1) * self._seq_len, self._end - 1)
+            parts = self._order.parts(start, stop) if start < stop else NO_PARTS
+            found.append(before_S[parts.shard] + parts.unit)
+        return found
+
     def epochs(self, rows: int) -> float:
         """How often the source has been read after so many rows."""
         return rows * self._seq_len / self._order.epoch_length

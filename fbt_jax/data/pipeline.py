@@ -22,7 +22,7 @@ from fbt_jax.config import Config
 from fbt_jax.config_data import BUILT_IN, DataConfig, Source, parse_source
 from fbt_jax.data import corpus, word_problem
 from fbt_jax.data.documents import Documents, InMemory, Prepared, concatenated
-from fbt_jax.data.mixture import Mixture, Rows
+from fbt_jax.data.mixture import HeldOutRows, Mixture, Rows
 from fbt_jax.data.packing import BestFitRows, StreamRows
 from fbt_jax.data.prepare import prepare
 from fbt_jax.data.tokenizer import Tokenizer, open_tokenizer
@@ -57,7 +57,7 @@ class Data:
     record: Mapping[str, Any]  # documents, tokens and files of each source, for config.json
     train_rows: Rows  # endless
     members: Mapping[str, Any]  # the rows of each source of a mixture, or of the only one; none for rows without epochs
-    validation: Mapping[str, Rows]  # finite; none: nothing is held out
+    validation: Mapping[str, HeldOutRows]  # finite; none: nothing is held out
     seq_len: int
     batch_size: int
     workers: int
@@ -89,13 +89,21 @@ class Data:
         `max_rows` > 0 takes that many rows at even distances instead of all, so that a part still sees all documents.
         Yields `Batch`es of (len(rows), T): those rows of each batch (default: all).
         """
-        source = self.validation[name]
-        total = source.num_rows
+        for numbers in self._validation_rows(name, batch_size, max_rows):
+            chosen = numbers if rows is None else [numbers[row] for row in rows]
+            yield self.validation[name].batch(chosen)
+
+    def validation_documents(self, name: str, batch_size: int, *, max_rows: int = 0) -> Iterator[list[np.ndarray]]:
+        """Of the batches of `validation_batches`, for each row the documents of its segments; no text is read."""
+        for numbers in self._validation_rows(name, batch_size, max_rows):
+            yield self.validation[name].documents(numbers)
+
+    def _validation_rows(self, name: str, batch_size: int, max_rows: int) -> Iterator[list[int]]:
+        """The numbers of the rows of each batch; those past the end are padding."""
+        total = self.validation[name].num_rows
         count = min(max_rows, total) if max_rows > 0 else total
-        chosen = [i * total // count for i in range(count)]
         for start in range(0, count, batch_size):
-            numbers = [start + row for row in (range(batch_size) if rows is None else rows)]
-            yield source.batch([chosen[n] if n < count else total + n for n in numbers])
+            yield [n * total // count if n < count else total + n for n in range(start, start + batch_size)]
 
     def read_so_far(self, steps: int) -> dict[str, float]:
         """What the first `steps` steps have read: epochs of each source and, of several, their shares of the rows."""
@@ -252,7 +260,7 @@ def _in_memory(tokenizer: Any, texts: tuple[str, ...]) -> InMemory:
 
 
 def _open_word_problem(config: Config) -> Data:
-    def rows(validation: bool) -> Rows:
+    def rows(validation: bool) -> word_problem.WordProblemRows:
         return word_problem.WordProblemRows(seq_len=config.data.seq_len, seed=config.seed, validation=validation)
 
     fingerprint = _fingerprint(['word_problem', str(config.data.seq_len), repr(word_problem.GENERATORS)])

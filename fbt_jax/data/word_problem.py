@@ -38,6 +38,10 @@ class WordProblemRows:
         """Those rows, (len(rows), T); rows past a finite source's end are padding."""
         return Batch(*map(np.stack, zip(*map(self._row, rows), strict=True)))
 
+    def documents(self, rows: Sequence[int]) -> list[np.ndarray]:
+        """A row's only segment is a document of its own."""
+        return [np.array([row] if row < self.num_rows else [], np.int64) for row in rows]
+
     def _row(self, index: int) -> Batch:
         if index >= self.num_rows:
             return Batch(*(x[0] for x in padding(self._seq_len, 1)))

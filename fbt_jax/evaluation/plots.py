@@ -56,6 +56,34 @@ def draw_positions(path: str, curves: dict[str, list[np.ndarray]], *, title: str
     figure.savefig(path, dpi=130)
 
 
+def draw_contraction(path: str, figures: dict[str, Any]) -> None:
+    """A PNG of four panels of what `fbt diagnose` found: loss, update norm and its fit, singular values, a rollout."""
+    figure, axes = _figure(4)
+    passes, fitted = np.arange(1, figures['passes'] + 1), np.arange(figures['fitted'][0], figures['fitted'][1] + 1)
+    axes[0].plot(passes, figures['loss'], color=COLOURS[0], marker='.')
+    axes[0].set(xlabel='passes', ylabel='nats per token', title='Loss by passes')
+    update_K = np.array(figures['update_norm'][1:])
+    axes[1].plot(
+        passes[1:], np.where(update_K > 0, update_K, np.nan), color=COLOURS[0], marker='.', label='update norm'
+    )
+    rate, start = figures['rate']['value'], np.mean(np.log(np.maximum(update_K[fitted - 2], 1e-12)))
+    line = np.exp(start + np.log(rate) * (fitted - fitted.mean()))
+    axes[1].plot(fitted, line, color=COLOURS[1], linestyle='--', label=f'{rate:.3f} a pass')
+    axes[1].set(
+        xlabel='passes', ylabel='RMS of h^k - h^(k-1)', title=f'Update norm: {figures["verdict"]}', yscale='log'
+    )
+    axes[1].legend(frameon=False, fontsize=8)
+    axes[2].hist(figures['singular_values'], bins=12, color=COLOURS[0])
+    axes[2].axvline(1, color=COLOURS[1], linestyle='--')
+    axes[2].set(xlabel='largest singular value', ylabel='positions', title='One-token map h_(t-1) to h_t')
+    norms = figures['rollout_state_norm']
+    axes[3].plot(np.arange(1, len(norms) + 1), norms, color=COLOURS[0])
+    axes[3].set(xlabel='token', ylabel='RMS of h', title='State norm in soft decoding', ylim=(0, None))
+    for ax in axes[:2]:
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(path, dpi=130)
+
+
 def _draw_positions(axes: Any, curves: dict[str, list[np.ndarray]]) -> None:
     for (label, runs), colour in zip(curves.items(), COLOURS, strict=False):
         positions = np.arange(1, len(runs[0]) + 1)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fbt_jax.config import Config
+from fbt_jax.evaluation.intervals import FEW, LEVEL, Ends
 from fbt_jax.evaluation.per_pass import PassResults
 from fbt_jax.sharding import MAX_REPLICATED, placements
 from fbt_jax.training.compiler import Setup, shardings_of
@@ -103,6 +104,36 @@ def loss_table(results: PassResults, passes: Iterable[int]) -> list[str]:
         update = f'{results.update_norm_K[i]:.4f}' if k > 1 else ''
         rows.append((str(k), f'{loss:.4f}', f'{np.exp(loss):.2f}', *(f'{c:.4f}' for c in columns), update))
     return table(rows)
+
+
+def interval_table(intervals: dict[str, Any]) -> list[str]:
+    """Of `intervals.pass_intervals`."""
+    names = {'loss': 'nats/token', 'perplexity': 'perplexity', 'bits_per_byte': 'bits/byte'}
+    names = {name: told for name, told in names.items() if name in intervals}
+    rows = [('passes', *names.values(), 'nats/token less those of pass 1')]
+    for k in intervals['loss']:
+        difference = intervals['difference_from_pass_1'].get(k)
+        told = '' if difference is None else _difference(difference['loss'], difference['interval'])
+        rows.append((k, *(_ends(intervals[name][k]) for name in names), told))
+    count = intervals['documents']
+    few = f'; of so few (< {FEW}) they are likely too narrow' if count < FEW else ''
+    return [f'{LEVEL:.0%} intervals, bootstrap over {count} documents{few}', *table(rows)]
+
+
+def difference_table(difference: dict[str, Any]) -> list[str]:
+    """Of `scoring.run_difference`."""
+    rows = [('passes', 'its passes', difference['unit'])]
+    for k, entry in difference['passes'].items():
+        rows.append((k, str(entry['other_passes']), _difference(entry['difference'], entry['interval'])))
+    return [f'less {difference["workdir"]}, step {difference["step"]}, on the same documents', *table(rows)]
+
+
+def _difference(value: float, interval: Ends) -> str:
+    return f'{value:+.4f} ({_ends(interval, sign="+")})'
+
+
+def _ends(interval: Ends, sign: str = '') -> str:
+    return '?' if interval is None else f'{interval[0]:{sign}.4f} to {interval[1]:{sign}.4f}'
 
 
 def position_table(accuracy_KP: np.ndarray, passes: Iterable[int]) -> list[str]:

@@ -1,0 +1,119 @@
+"""A trained run on its validation documents: sums by pass and by document, and the difference from another run's.
+
+    difference_k = sum over documents of (nll_k of this run - nll_k of the other) / tokens
+
+Paired: both runs read the same documents. Of different tokenizers bits per byte are compared; a run without feedback
+is compared by its one pass. Shapes: K passes, U documents.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fbt_jax.data import Data, open_data
+from fbt_jax.errors import UserError
+from fbt_jax.evaluation.causality import require_causal
+from fbt_jax.evaluation.intervals import ends_of, ratios
+from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step, together
+from fbt_jax.sharding import batch_shards
+from fbt_jax.training.loop import validation_batches
+from fbt_jax.training.run_folder import Run, data_folder, load_run, require_data, spread
+
+CHECKED_PASSES = 3  # for causality: in the third, feedback reaches what attention and one state back don't
+
+
+class Scored(NamedTuple):
+    workdir: str
+    run: Run
+    data: Data
+    passes: list[int]
+    by_set: dict[str, PassResults]
+    causal_passes: int  # how many passes were checked
+
+
+def score(workdir: str, step: int | None, passes: list[int] | None, *, rows: int = 0, or_one: bool = False) -> Scored:
+    """The run in `workdir` after each of `passes` passes (default: one to two more than trained with).
+
+    rows: of each validation set, evenly spread (0: all). or_one: a run without feedback makes its one pass instead.
+
+    Raises:
+      UserError: no such run or step, other data, no validation data, passes that it cannot make.
+      RuntimeError: a loss depends on what comes after it.
+    """
+    trained = load_run(workdir, step)
+    config = trained.config
+    if or_one and config.model.fusion == 'none':
+        passes = [1]
+    passes = passes or list(range(1, config.passes.max_passes + 3 if config.model.fusion != 'none' else 2))
+    if max(passes) > 1 and config.model.fusion == 'none':
+        told = f'--passes={",".join(map(str, passes))}'
+        raise UserError(f'{told}: {workdir} was trained without feedback; only 1 is possible')
+    data = open_data(config, data_folder(workdir), held_out_only=True)
+    require_data(workdir, data)
+    if not data.validation:
+        raise UserError(f'{workdir} was trained without validation data (data.validation)')
+    trained, mesh = spread(trained)
+    shards = batch_shards(mesh)
+    eval_step = make_eval_step(trained.model, num_passes=max(passes), token_bytes=data.token_bytes, by_segment=True)
+    checked = min(max(passes), CHECKED_PASSES)
+    by_set = {}
+    with jax.set_mesh(mesh):
+        for name, source in data.validation.items():
+            size = -(-min(config.data.batch_size, source.num_rows) // shards) * shards
+            first = next(validation_batches(data, name, mesh, size, max_rows=min(size, source.num_rows)))
+            require_causal(trained.model, trained.params, first, num_passes=checked)
+            batches = validation_batches(data, name, mesh, size, max_rows=rows)
+            documents = data.validation_documents(name, size, max_rows=rows)
+            by_set[name] = evaluate_passes(eval_step, trained.params, batches, documents=documents)
+    return Scored(workdir, trained, data, passes, by_set, checked)
+
+
+def require_comparable(one: Scored, other: Scored) -> None:
+    """UserError unless both have read the same documents: by fingerprint, or by bytes where tokenizers differ."""
+    told = f'{other.workdir} cannot be compared with {one.workdir}'
+    if one.by_set.keys() != other.by_set.keys():
+        raise UserError(f'{told}: validation sets {", ".join(other.by_set)} instead of {", ".join(one.by_set)}')
+    if one.data.tokenizer is None and one.run.config.seed != other.run.config.seed:
+        raise UserError(f'{told}: its rows are drawn with another seed')
+    same = same_tokenizer(one, other)
+    for name in one.by_set:
+        label = name if name == 'validation' else f'validation-{name}'
+        a, b = (x.by_set[name].documents for x in (one, other))
+        assert a is not None and b is not None
+        counts_a, counts_b = (a.tokens_U, b.tokens_U) if same else (a.bytes_U, b.bytes_U)
+        equal = counts_a is not None and counts_b is not None and np.array_equal(counts_a, counts_b)
+        if not equal or (same and one.data.record[label]['fingerprint'] != other.data.record[label]['fingerprint']):
+            hint = '' if one.data.seq_len == other.data.seq_len else ' (rows of another length: compare all, no --rows)'
+            raise UserError(f'{told}: its {name} documents are others{hint}')
+
+
+def same_tokenizer(one: Scored, other: Scored) -> bool:
+    fingerprints = [None if x.data.tokenizer is None else x.data.tokenizer.fingerprint for x in (one, other)]
+    return fingerprints[0] == fingerprints[1]
+
+
+def run_difference(one: Scored, other: Scored) -> dict[str, Any]:
+    """This run less the other by number of passes, with intervals; nats per token or, across tokenizers, bits per byte.
+
+    Raises UserError, see `require_comparable`.
+    """
+    require_comparable(one, other)
+    a, b = (together(x.by_set.values()).documents for x in (one, other))
+    assert a is not None and b is not None
+    nats = same_tokenizer(one, other)
+    counts_U = a.tokens_U if nats else a.bytes_U
+    assert counts_U is not None
+    other_passes = [min(k, len(b.nll_KU)) for k in one.passes]
+    differences_CU = a.nll_KU[[k - 1 for k in one.passes]] - b.nll_KU[[k - 1 for k in other_passes]]
+    found = ratios(differences_CU if nats else differences_CU / math.log(2), counts_U)
+    return {
+        'workdir': other.workdir,
+        'step': other.run.step,
+        'unit': 'nats per token' if nats else 'bits per byte',
+        'passes': {
+            str(k): {'other_passes': j, 'difference': float(value), 'interval': ends_of(low, high)}
+            for k, j, value, low, high in zip(one.passes, other_passes, *found, strict=True)
+        },
+    }

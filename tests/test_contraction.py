@@ -1,0 +1,221 @@
+"""Diagnosis of the feedback map: sums by hand, planted contractions and expansions, singular values against numpy's."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    VOCAB_SIZE,
+    all_passes,
+    jaxpr_sizes,
+    make_batch,
+    make_model,
+    make_params,
+    quick_jit,
+    sequential_states,
+    shifted,
+)
+from helpers_run import make_run
+
+from fbt_jax.batch import Batch
+from fbt_jax.errors import UserError
+from fbt_jax.evaluation.contraction import Iterated, Verdict, fit_range, iterate, judge, make_iteration
+from fbt_jax.evaluation.one_token import largest_singular_values, prompts_of, rollout_norms, stretches
+from fbt_jax.inference.generate import generate
+
+PASSES = 12
+BATCH = make_batch(((32,), (20, 12), (5, 25), (32,), (16, 16), (31,), (32,), (9, 23), (32,), (8, 24)) * 2, seq_len=32)
+
+
+def iterated(model: Any, params: Any, *, passes: int = PASSES) -> Iterated:
+    return iterate(make_iteration(model, num_passes=passes), params, [BATCH], passes=passes)
+
+
+# Sums
+
+
+def test_sums_by_hand() -> None:
+    """Loss, update and state of the counted positions that have more than K tokens of their document before them."""
+    model = make_model()
+    params = make_params(model)
+    states_KBTD = all_passes(model, params, BATCH, num_passes=PASSES).astype(np.float64)
+    judged = (BATCH.weights > 0) & (BATCH.positions >= PASSES)
+    assert 200 < judged.sum() < (BATCH.weights > 0).sum() - 80
+    logits = states_KBTD @ np.asarray(params['embedding'], np.float64)[:VOCAB_SIZE].T
+    target = np.take_along_axis(
+        logits, np.broadcast_to(BATCH.targets[None, ..., None], (PASSES, *BATCH.tokens.shape, 1)), -1
+    )
+    nll = np.log(np.exp(logits).sum(-1)) - target[..., 0]
+    found = iterated(model, params)
+    np.testing.assert_allclose(found.loss_K, nll[:, judged].mean(-1), rtol=1e-5)
+    update = np.diff(states_KBTD, axis=0)[:, judged]
+    np.testing.assert_allclose(found.update_norm_K[1:], np.sqrt((update**2).mean((-1, -2))), rtol=1e-4)
+    np.testing.assert_allclose(found.state_norm_K, np.sqrt((states_KBTD[:, judged] ** 2).mean((-1, -2))), rtol=1e-5)
+    rows = judged.sum(1)
+    assert found.judged_R.tolist() == rows[rows > 0].tolist()
+    # Elsewhere nothing moves any more, whatever the map: these would have looked like a contraction.
+    assert not np.diff(states_KBTD, axis=0)[-1][BATCH.positions < PASSES - 1].any()
+
+
+def test_too_few_positions_are_refused() -> None:
+    model = make_model()
+    with pytest.raises(UserError, match=r'^--passes=32: only 0 positions in 0 rows .*; 200 in 8 rows are needed'):
+        iterated(model, make_params(model), passes=32)
+
+
+def test_memory_does_not_grow_with_the_passes() -> None:
+    """No intermediate of 1000 passes is larger than the largest of 10."""
+    model = make_model()
+    params = make_params(model)
+    most = [
+        max(jaxpr_sizes(jax.make_jaxpr(make_iteration(model, num_passes=k))(params, BATCH).jaxpr)) for k in (10, 1000)
+    ]
+    assert most[0] == most[1]
+
+
+# Planted maps
+
+
+def planted(scale: float) -> Verdict:
+    """One model, W times `scale`: in n(n(e) + W h) the state matters little, or alone.
+
+    Its MLPs drown the residual stream, so that what the stack is given bends it much.
+    """
+    model = make_model(fusion='add', num_layers=4)
+    params = make_params(model, seed=4)
+    params['layers']['mlp_post_norm']['scale'] *= 10
+    params['fusion']['state']['kernel'] *= scale
+    return judge(iterated(model, params), trained_passes=3, dtype=jnp.float32)
+
+
+def test_a_planted_contraction() -> None:
+    found = planted(0.02)
+    assert found.verdict == 'contracting', found
+    assert found.rate.high < 0.3
+    assert found.final_update < 1e-5
+
+
+def test_a_planted_expansion() -> None:
+    found = planted(30.0)
+    assert found.verdict == 'diverging', found
+    assert found.final_update > 0.3
+    assert found.late_rate.high > 0.99
+
+
+# Verdicts from sums
+
+
+def simulated(update_norm_K: np.ndarray, loss_K: Any = 3.0, rows: int = 64, noise: float = 0.05) -> Iterated:
+    """Rows of 50 positions around these norms; the states have norm 1."""
+    rng = np.random.default_rng(5)
+    shape = (len(update_norm_K), rows)
+    spread = np.exp(noise * rng.normal(size=shape) + 0.3 * rng.normal(size=rows))
+    nll_KR = 50 * (np.broadcast_to(loss_K, shape[:1])[:, None] + 0.2 * rng.normal(size=rows))
+    return Iterated(nll_KR, 50 * (update_norm_K[:, None] * spread) ** 2, np.full(shape, 50.0), np.full(rows, 50.0))
+
+
+K30 = np.arange(1, 31)
+
+
+@pytest.mark.parametrize(
+    ('norms', 'loss', 'verdict', 'rate'),
+    [
+        (0.5 * 0.8**K30, 3.0, 'contracting', 0.8),
+        (0.5 * 0.4**K30 + 0.01, 3.0, 'contracting', None),  # to a small plateau
+        (np.where(K30 < 3, 0.3, 0.0), 3.0, 'contracting', None),  # at once, to exactly nothing
+        (0.9 + 0.1 * (-1.0) ** K30, 3.0 + 0.1 * K30, 'diverging', 1.0),  # oscillates
+        (1e-3 * 1.2**K30, 3.0, 'diverging', 1.2),
+        (0.9 * 0.97**K30, 3.0, 'undecided', 0.97),  # on its way, but not there
+        (0.5 * 0.8**K30, 3.0 + 0.01 * K30, 'undecided', 0.8),  # settles while the loss climbs
+    ],
+)
+def test_verdicts(norms: np.ndarray, loss: Any, verdict: str, rate: float | None) -> None:
+    found = judge(simulated(norms, loss), trained_passes=3, dtype=jnp.float32)
+    assert found.verdict == verdict, found
+    if rate is not None:
+        assert found.rate.low - 0.003 < rate < found.rate.high + 0.003
+        assert found.rate.value == pytest.approx(rate, abs=0.01)
+
+
+def test_the_rate_is_the_slope_of_the_logarithm() -> None:
+    """Against numpy's least squares, over the passes that the fit names; more rows narrow the interval."""
+    found = simulated(0.5 * 0.8**K30, noise=0.2)
+    verdict = judge(found, trained_passes=3, dtype=jnp.float32)
+    first, last = verdict.fitted
+    slope = np.polyfit(np.arange(first, last + 1), np.log(found.update_norm_K[first - 1 : last]), 1)[0]
+    assert verdict.rate.value == pytest.approx(np.exp(slope), rel=1e-9)
+    more = judge(simulated(0.5 * 0.8**K30, noise=0.2, rows=1024), trained_passes=3, dtype=jnp.float32)
+    assert (more.rate.high - more.rate.low) < 0.4 * (verdict.rate.high - verdict.rate.low)
+
+
+@pytest.mark.parametrize(
+    ('norms', 'fitted'),
+    [
+        ([9, 1, 0.1, 0.01, 0.001, 1e-4, 1e-4, 1e-4, 1e-4, 1e-4], (2, 6)),
+        ([9, 1, 1e-9, 1e-9, 1e-9, 1e-9, 1e-9, 1e-9], (2, 3)),
+        ([9, 1, 1, 1, 1, 1, 1, 1], (2, 8)),
+        ([9, 0.1, 0.2, 0.4, 0.8, 1, 1, 1], (2, 8)),
+    ],
+)
+def test_the_fit_ends_at_the_plateau(norms: list[float], fitted: tuple[int, int]) -> None:
+    assert fit_range(np.array(norms), 1e-6) == fitted
+
+
+# The one-token map
+
+
+def test_singular_values_of_known_maps() -> None:
+    rng = np.random.default_rng(2)
+    maps_BDD, x_BD = rng.normal(size=(5, 12, 12)).astype(np.float32), rng.normal(size=(5, 12)).astype(np.float32)
+    maps_BDD[3] = 0
+    found = largest_singular_values(lambda x: jnp.einsum('bij,bj->bi', maps_BDD, x), x_BD)
+    np.testing.assert_allclose(found.sigma_B, np.linalg.svd(maps_BDD, compute_uv=False)[:, 0], rtol=2e-3)
+    # A function that bends: J = diag(1 - tanh^2) A at x.
+    bent = largest_singular_values(lambda x: jnp.tanh(jnp.einsum('bij,bj->bi', maps_BDD, x)), 0.1 * x_BD)
+    slopes_BD = 1 - np.tanh(np.einsum('bij,bj->bi', maps_BDD, 0.1 * x_BD)) ** 2
+    expected_B = np.linalg.svd(slopes_BD[..., None] * maps_BDD, compute_uv=False)[:, 0]
+    np.testing.assert_allclose(bent.sigma_B, expected_B, rtol=2e-3)
+    # An orthogonal matrix stretches everything alike, so the residual is nothing.
+    turned = largest_singular_values(lambda x: 3 * x[:, ::-1], x_BD)
+    np.testing.assert_allclose(turned.sigma_B, np.full(5, 3.0), rtol=1e-5)
+    assert np.max(turned.residual_B) < 1e-5
+
+
+@pytest.mark.slow
+def test_singular_values_of_the_model() -> None:
+    """Of the cached step, against the whole Jacobian of an uncached pass in which one fed state varies."""
+    run = make_run(seq_len=32)
+    rng = np.random.default_rng(0)
+    tokens_BT = rng.integers(256, size=(2, 12), dtype=np.int32)
+    lengths = [6, 11]
+    found = stretches(run.model, run.params, prompts_of(tokens_BT, lengths, context=32), num_passes=3)
+    ones, positions = np.ones_like(tokens_BT), np.tile(np.arange(12, dtype=np.int32), (2, 1))
+    batch = Batch(tokens_BT, ones, ones, ones, positions)
+    _, second, third = map(shifted, all_passes(run.model, run.params, batch, num_passes=3))
+
+    @quick_jit
+    def jacobian(row: int, t: int) -> jax.Array:
+        def state(fed_D: jax.Array) -> jax.Array:
+            return run.model.apply({'params': run.params}, tokens_BT, second.at[row, t].set(fed_D))[row, t]
+
+        return jax.jacrev(state)(third[row, t])
+
+    for row, t in enumerate(lengths):
+        assert found.sigma_B[row] == pytest.approx(np.linalg.svd(jacobian(row, t), compute_uv=False)[0], rel=5e-3)
+
+
+def test_rollouts_are_those_of_soft_decoding() -> None:
+    """Norms by the exact recurrence over the tokens that `generate` draws."""
+    run = make_run(seq_len=32)
+    prompt = [3, 50, 60, 70, 80]
+    tokens = generate(run, [prompt], mode='soft', temperature=1.0, max_tokens=6).tokens[0]
+    assert len(tokens) == 6
+    norms_NB = rollout_norms(
+        run.model, run.params, prompts_of([np.array([*prompt, 0])], [5], context=32), tokens=6, context=32
+    )
+    row = np.array([[*prompt, *tokens[:-1]]], np.int32)
+    ones, positions = np.ones_like(row), np.arange(10, dtype=np.int32)[None]
+    states = sequential_states(run.model, run.params, Batch(row, ones, ones, ones, positions), positions < 5)
+    np.testing.assert_allclose(norms_NB[:, 0], np.sqrt((states[0, 4:] ** 2).mean(-1)), rtol=1e-4)
