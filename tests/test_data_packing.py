@@ -186,6 +186,18 @@ def test_validation_rows_are_the_documents_in_order_then_padding(seq_len):
         assert row_of(rows, i).positions[real].tolist() == positions
 
 
+@pytest.mark.parametrize('seq_len', [2, 5, 11, 65, 66, 67, 100])
+def test_each_segment_of_validation_rows_names_its_document(seq_len):
+    """Token by token of the whole stream; with rows of two a document begins on many a row's last input."""
+    rows = packed(seq_len, seed=None)
+    number_of = [i for i, text in enumerate(TEXTS) for _ in (BOS, *text.encode(), EOS)][:-1]
+    found = []
+    for row, documents in enumerate(rows.documents(range(rows.num_rows + 1))):
+        segment_ids = row_of(rows, row).segment_ids
+        found += documents[segment_ids[segment_ids > 0] - 1].tolist()
+    assert found == number_of
+
+
 def test_rows_past_the_end_of_validation_count_for_nothing():
     rows = packed(5, seed=None)
     beyond = rows.batch([rows.num_rows - 1, rows.num_rows, rows.num_rows + 7])

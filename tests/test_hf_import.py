@@ -99,7 +99,7 @@ def test_the_run_is_the_model(name: str, tmp_path: Path) -> None:
     assert (run.step, run.trained_feedback, run.config.data.seq_len) == (0, False, 96)
     prompts = ['It is a truth universally', 'Emma Woodhouse']
     ours = generate(run, prompts, mode='standard', max_tokens=20, temperature=0.0)
-    for prompt, ids in zip(prompts, ours.ids, strict=True):
+    for prompt, ids in zip(prompts, ours.tokens, strict=True):
         before = [run.tokenizer.bos_id, *run.tokenizer.encode(prompt)]
         theirs = model.generate(torch.tensor([before]), max_new_tokens=20, do_sample=False, pad_token_id=1)
         assert list(ids) == theirs[0, len(before) :].tolist()[: len(ids)]
@@ -307,7 +307,7 @@ def test_smollm2_writes_its_own_text(tmp_path: Path) -> None:
     )
     prompts = ['The capital of France is', 'Once upon a time, in a village by the sea,', 'def fibonacci(n):']
     ours = generate(run, prompts, mode='standard', max_tokens=40, temperature=0.0)
-    for prompt, ids in zip(prompts, ours.ids, strict=True):
+    for prompt, ids in zip(prompts, ours.tokens, strict=True):
         before = [run.tokenizer.bos_id, *run.tokenizer.encode(prompt)]
         theirs = model.generate(torch.tensor([before]), max_new_tokens=40, do_sample=False, eos_token_id=2)
         assert list(ids) == theirs[0, len(before) :].tolist()[: len(ids)]
