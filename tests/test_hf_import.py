@@ -72,7 +72,7 @@ def make_model(family: str, changes: dict[str, Any]) -> Any:
     model = getattr(transformers, f'{family}ForCausalLM')(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.normal_(std=0.5 if 'bias' in name else 0.3)
+            weight.normal_(std=0.5 if 'bias' in name else 0.15)
             if 'norm' in name:
                 weight.uniform_(0.5, 1.5)
     return model
