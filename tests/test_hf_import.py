@@ -156,6 +156,15 @@ def added(weights: dict[str, Any]) -> None:
     weights['model.layers.1.self_attn.sinks'] = torch.zeros(3)
 
 
+def whole_numbers(weights: dict[str, Any]) -> None:
+    weights['model.norm.weight'] = torch.ones(32, dtype=torch.int8)
+
+
+def one_nan(weights: dict[str, Any]) -> None:
+    """In a row that no text reads."""
+    weights['model.embed_tokens.weight'][VOCAB_SIZE - 1, 3] = torch.nan
+
+
 def reshaped(weights: dict[str, Any]) -> None:
     weights['model.norm.weight'] = torch.zeros(31)
 
@@ -165,6 +174,8 @@ def reshaped(weights: dict[str, Any]) -> None:
     [
         (missing, '3 missing: model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight, model.layers.2'),
         (added, '1 without a place: model.layers.1.self_attn.sinks'),
+        (whole_numbers, 'model.norm.weight is stored as I8; only F64, F32, F16, BF16'),
+        (one_nan, 'model.embed_tokens.weight holds numbers that are not finite'),
         (reshaped, r'1 of another shape: model.norm.weight \(31,\) for \(32,\)'),
     ],
 )
@@ -214,6 +225,21 @@ def test_what_has_no_place_here_is_refused(
     path = tmp_path / 'hf' / 'config.json'
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     refused(tmp_path, capsys, told)
+
+
+@pytest.mark.parametrize('index', ['[1]', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": 1, "b": "x"}}', '{'])
+def test_an_index_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], index: str) -> None:
+    make_folder(tmp_path / 'hf')
+    (tmp_path / 'hf' / 'model.safetensors.index.json').write_text(index)
+    refused(tmp_path, capsys, 'model.safetensors.index.json is no index')
+
+
+def test_no_file_outside_the_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path / 'hf')
+    (tmp_path / 'hf' / 'model.safetensors').rename(tmp_path / 'x.safetensors')
+    index = {'weight_map': {'model.norm.weight': '../x.safetensors'}}
+    (tmp_path / 'hf' / 'model.safetensors.index.json').write_text(json.dumps(index))
+    refused(tmp_path, capsys, 'x.safetensors cannot be read: No such file')
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,8 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
     theirs = _their_config(source, folder, gguf_file)
     model = model_config(theirs, source)
     most = theirs['max_position_embeddings']
+    if most < 2:
+        raise UserError(f'--from={source}: its max_position_embeddings is {most}')
     seq_len = min(most, LONGEST) if seq_len is None else seq_len
     require(1 < seq_len <= most, '--seq-len', seq_len, f'must lie in 2..{most}, the context of {source}')
     if not gguf_file:
@@ -137,7 +139,9 @@ def _their_config(source: str, folder: Path, gguf_file: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        found = AutoConfig.from_pretrained(folder, **({'gguf_file': gguf_file} if gguf_file else {}))
+        found = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, **({'gguf_file': gguf_file} if gguf_file else {})
+        )
     except Exception as error:  # the library raises what it likes for what a file may hold
         raise UserError(f'--from={source}: transformers cannot read its config: {_brief(error)}') from None
     theirs = found.to_dict()
@@ -184,9 +188,7 @@ def _require_same_ids(config: Config, folder: Path, opened: _Opened, source: str
         raise UserError(f'--from={source}: its tokenizer has {told}')
     for text, theirs in zip(probes(None), opened.ids, strict=True):
         if tokenizer.encode(text) != theirs:
-            raise RuntimeError(
-                f'import: transformers reads {text[:40]!r} as {theirs[:8]}, its tokenizer.json alone does not'
-            )
+            raise RuntimeError(f'transformers reads {text[:40]!r} as {theirs[:8]}, its tokenizer.json alone does not')
 
 
 def _difference(model: ModelConfig, params: Any, opened: _Opened) -> float:
@@ -200,7 +202,7 @@ def _difference(model: ModelConfig, params: Any, opened: _Opened) -> float:
         return found
     most = allowed(ours('float32'), ours('float64'))
     if not found <= most:  # so that not-a-number does not pass
-        raise RuntimeError(f'import: logits differ from those of transformers by {found:.1e}, more than {most:.1e}')
+        raise RuntimeError(f'logits differ from those of transformers by {found:.1e}, more than {most:.1e}')
     return found
 
 

@@ -20,7 +20,7 @@ def main(question: str, answer: str) -> None:
     asked = json.loads(Path(question).read_text())
     folder, out = asked['folder'], Path(answer)
     gguf = {'gguf_file': asked['gguf_file']} if asked['gguf_file'] else {}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **gguf)
     backend = getattr(tokenizer, 'backend_tokenizer', None)
     if backend is None:
         sys.exit(f'its tokenizer ({type(tokenizer).__name__}) has no form as tokenizer.json')
@@ -34,7 +34,7 @@ def main(question: str, answer: str) -> None:
     }
     (out / 'told.json').write_text(json.dumps(told))
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32, **gguf).eval()
     if asked['weights']:
         tied = model.config.tie_word_embeddings
         weights = {n: w.contiguous() for n, w in model.state_dict().items() if not (tied and n == 'lm_head.weight')}

@@ -30,6 +30,7 @@ _MODULES = {
 }
 _TOP = {'embedding': 'model.embed_tokens.weight', 'head': 'lm_head.weight', 'final_norm': 'model.norm.weight'}
 _BUFFER = 'rotary_emb.inv_freq'  # follows from the config; folders of older versions hold it
+_DTYPES = ('F64', 'F32', 'F16', 'BF16')  # integers and float8 are quantised, their scales elsewhere
 _NAMED = 4  # of each kind that a report lists
 
 
@@ -136,6 +137,10 @@ class Weights:
                 ) from None
             for name in file.keys():  # noqa: SIM118
                 if not name.endswith(_BUFFER):
+                    dtype = file.get_slice(name).get_dtype()
+                    if dtype not in _DTYPES:
+                        told = f'{name} is stored as {dtype}; only {", ".join(_DTYPES)} can be imported'
+                        raise UserError(f'--from={folder}: {told}')
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
                     self._file_of[name] = file
 
@@ -148,13 +153,17 @@ class Weights:
             return [single]
         try:
             names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            paths = [self.folder / Path(name).name for name in names]  # beside the index, wherever it points
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f'--from={self.folder}: {index.name} is no index: {error}') from None
-        return [self.folder / name for name in names]
+        return paths
 
     def read(self, name: str) -> np.ndarray:
-        """float32."""
-        return np.asarray(self._file_of[name].get_tensor(name)).astype(np.float32)
+        """float32. UserError where a number of it is not finite: the logits of some texts would not show it."""
+        array = np.asarray(self._file_of[name].get_tensor(name)).astype(np.float32)
+        if not np.all(np.isfinite(array)):
+            raise UserError(f'--from={self.folder}: {name} holds numbers that are not finite')
+        return array
 
 
 def require_all(weights: Weights, wanted: dict[str, Place]) -> None:
