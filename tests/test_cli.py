@@ -64,7 +64,8 @@ def test_help_is_complete_quick_and_light(arguments: list[str]) -> None:
         if seconds[-1] < 2:
             break
     assert min(seconds) < 2
-    own = '--workdir' if arguments[0] in ('train', 'evaluate', 'generate', 'export') else '--config'
+    by_verb = dict.fromkeys(('train', 'evaluate', 'generate', 'export'), '--workdir') | {'compare': 'DIR'}
+    own = by_verb.get(arguments[0], '--config')
     words = VERBS if arguments == ['--help'] else (own, 'examples:')
     assert all(word in result.stdout for word in words)
     code = f"""
@@ -115,7 +116,7 @@ def test_the_installed_command_is_the_module() -> None:
         ([], r'the following arguments are required: VERB'),
         (
             ['trian'],
-            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, '?export'?, '?import'?\)",
+            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, '?export'?, '?import'?, '?compare'?\)",
         ),
         (['--foo'], r'the following arguments are required: VERB'),
         (['train', '--workdir=x'], r'the following arguments are required: --config'),
@@ -132,6 +133,8 @@ def test_the_installed_command_is_the_module() -> None:
         (['evaluate', '--workdir=x', '--json=/'], r'--json=/: must be a file in a folder'),
         (['evaluate', '--workdir=x', '--passs=2'], r'unknown argument --passs=2; see --help'),
         (['evaluate', '--workdir=x', '--config.seed=2'], r'unknown argument --config\.seed=2; see --help'),
+        (['compare'], r'the following arguments are required: DIR'),
+        (['compare', 'x', '--json=/'], r'--json=/: must be a file in a folder'),
         (['evaluate', '--workdir=no/such/run'], r'no/such/run: no run here \(no config\.json\)'),
     ],
 )

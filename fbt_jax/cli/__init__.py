@@ -9,11 +9,12 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from fbt_jax.errors import UserError
 
-VERBS = ('train', 'generate', 'evaluate', 'plan', 'bench', 'data', 'export', 'import')
+VERBS = ('train', 'generate', 'evaluate', 'plan', 'bench', 'data', 'export', 'import', 'compare')
 
 
 class _Parser(argparse.ArgumentParser):
@@ -101,3 +102,12 @@ def config_overrides(rest: list[str]) -> dict[str, str]:
 def no_more_arguments(rest: list[str]) -> None:
     if rest:
         raise UserError(f'unknown argument {rest[0]}; see --help')
+
+
+def require_output_files(args: argparse.Namespace) -> None:
+    """UserError before any work is done, if `--json` or `--plot` could not be written."""
+    for flag, path in (('json', args.json), ('plot', args.plot)):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise UserError(f'--{flag}={path}: must be a file in a folder that exists')
+    if args.plot is not None and not args.plot.endswith('.png'):
+        raise UserError(f'--plot={args.plot}: must end in .png')

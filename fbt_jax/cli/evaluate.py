@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fbt_jax.cli import no_more_arguments, processes
+from fbt_jax.cli import no_more_arguments, processes, require_output_files
 from fbt_jax.errors import UserError
 
 HELP = 'validation loss after each number of passes'
@@ -36,11 +36,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if args.rows < 0:
         raise UserError(f'--rows={args.rows}: must not be negative')
     passes = None if args.passes is None else _passes(args.passes)
-    for flag, path in (('json', args.json), ('plot', args.plot)):
-        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise UserError(f'--{flag}={path}: must be a file in a folder that exists')
-    if args.plot is not None and not args.plot.endswith('.png'):
-        raise UserError(f'--plot={args.plot}: must end in .png')
+    require_output_files(args)
 
     with processes():
         _evaluate(args, passes)
