@@ -116,7 +116,7 @@ def test_the_installed_command_is_the_module() -> None:
         ([], r'the following arguments are required: VERB'),
         (
             ['trian'],
-            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, '?export'?, '?import'?, '?compare'?\)",
+            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, .*'?import'?, '?compare'?\)",
         ),
         (['--foo'], r'the following arguments are required: VERB'),
         (['train', '--workdir=x'], r'the following arguments are required: --config'),

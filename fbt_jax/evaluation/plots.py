@@ -68,7 +68,7 @@ def draw_positions(path: str, curves: dict[str, list[np.ndarray]], *, title: str
 
 
 def draw_curves(path: str, curves: Iterable[Shown], *, xlabels: Sequence[str], ylabel: str) -> None:
-    """A PNG of a panel for each of `xlabels`, x on a log scale: means over seeds in bands from the least to the most."""
+    """A PNG of a panel for each of `xlabels`, x on a log scale: means over seeds, in bands from least to most."""
     figure, panels = _figure(len(xlabels))
     for curve in curves:
         look = {'color': COLOURS[curve.colour % len(COLOURS)], 'linestyle': LINES[curve.style % len(LINES)]}
