@@ -80,6 +80,7 @@ def draw_curves(path: str, curves: Iterable[Shown], *, xlabels: Sequence[str], y
                 axes.fill_between(x_N, low_N, high_N, color=look['color'], alpha=0.2, linewidth=0)
     for axes, label in zip(panels, xlabels, strict=True):
         axes.set(xscale='log', xlabel=label, ylabel=ylabel, title=f'Validation loss by {label}')
+        axes.tick_params(axis='x', which='both', labelsize=7)  # less than a decade labels its minor ticks, densely
     panels[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
 
