@@ -67,7 +67,8 @@ def test_help_is_complete_quick_and_light(arguments: list[str]) -> None:
         if seconds[-1] < 2:
             break
     assert min(seconds) < 2
-    own = '--workdir' if arguments[0] in ('train', 'evaluate', 'generate', 'diagnose', 'export') else '--config'
+    by_verb = dict.fromkeys(('train', 'evaluate', 'generate', 'diagnose', 'export'), '--workdir') | {'compare': 'DIR'}
+    own = by_verb.get(arguments[0], '--config')
     words = VERBS if arguments == ['--help'] else (own, 'examples:')
     assert all(word in result.stdout for word in words)
     code = f"""
@@ -118,7 +119,7 @@ def test_the_installed_command_is_the_module() -> None:
         ([], r'the following arguments are required: VERB'),
         (
             ['trian'],
-            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, '?export'?, '?import'?\)",
+            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, .*'?import'?, '?compare'?\)",
         ),
         (['--foo'], r'the following arguments are required: VERB'),
         (['train', '--workdir=x'], r'the following arguments are required: --config'),
@@ -139,6 +140,8 @@ def test_the_installed_command_is_the_module() -> None:
         (['diagnose', '--workdir=x', '--passes=5'], r'--passes=5: must be at least 6'),
         (['diagnose', '--workdir=x', '--plot=map.jpg'], r'--plot=map\.jpg: must end in \.png'),
         (['diagnose', '--workdir=no/such/run'], r'no/such/run: no run here \(no config\.json\)'),
+        (['compare'], r'the following arguments are required: DIR'),
+        (['compare', 'x', '--json=/'], r'--json=/: must be a file in a folder'),
         (['evaluate', '--workdir=no/such/run'], r'no/such/run: no run here \(no config\.json\)'),
     ],
 )

@@ -306,6 +306,13 @@ def test_training_goes_on_from_the_model_s_own_loss(tmp_path: Path) -> None:
     assert load_run(str(workdir)).trained_feedback
 
 
+def test_a_folder_s_name_is_no_code(tmp_path: Path) -> None:
+    name = 'q"""; raise SystemExit(7); """ \\N'
+    make_folder(tmp_path / name)
+    import_hf(str(tmp_path / name), str(tmp_path / 'run'))
+    assert load_config_file(str(tmp_path / 'run' / 'config.py'), {}).model.width == 32
+
+
 def test_the_config_file_says_all_that_the_run_is(tmp_path: Path) -> None:
     make_folder(tmp_path / 'hf', 'Llama', {'rope_parameters': LLAMA_3, 'mlp_bias': True})
     imported = import_hf(str(tmp_path / 'hf'), str(tmp_path / 'run')).config

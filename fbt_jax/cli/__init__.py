@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from fbt_jax.errors import UserError
 
-VERBS = ('train', 'generate', 'evaluate', 'diagnose', 'plan', 'bench', 'data', 'export', 'import')
+VERBS = ('train', 'generate', 'evaluate', 'diagnose', 'plan', 'bench', 'data', 'export', 'import', 'compare')
 
 
 class _Parser(argparse.ArgumentParser):

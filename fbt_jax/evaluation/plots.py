@@ -1,13 +1,24 @@
-"""Pictures of a run, by matplotlib: loss over training and by number of passes, accuracy by position."""
+"""Pictures of runs, by matplotlib: loss over training and by number of passes, accuracy by position, runs compared."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fbt_jax.evaluation.per_pass import PassResults
 
 COLOURS = ('#0b5394', '#c55a11', '#38761d', '#741b47', '#7f6000', '#134f5c')
+LINES = ('-', '--', ':', '-.')
+
+
+class Shown(NamedTuple):
+    """A curve of `draw_curves`, of S seeds: `loss_SN` over `x_SPN`, P panels. `style`: which of LINES."""
+
+    label: str
+    colour: int
+    style: int
+    x_SPN: np.ndarray
+    loss_SN: np.ndarray
 
 
 def draw_run(path: str, rows: Sequence[dict[str, Any]], results: PassResults, passes: Iterable[int]) -> None:
@@ -81,6 +92,24 @@ def draw_contraction(path: str, figures: dict[str, Any]) -> None:
     axes[3].set(xlabel='token', ylabel='RMS of h', title='State norm in soft decoding', ylim=(0, None))
     for ax in axes[:2]:
         ax.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(path, dpi=130)
+
+
+def draw_curves(path: str, curves: Iterable[Shown], *, xlabels: Sequence[str], ylabel: str) -> None:
+    """A PNG of a panel for each of `xlabels`, x on a log scale: means over seeds, in bands from least to most."""
+    figure, panels = _figure(len(xlabels))
+    for curve in curves:
+        look = {'color': COLOURS[curve.colour % len(COLOURS)], 'linestyle': LINES[curve.style % len(LINES)]}
+        for p, axes in enumerate(panels):
+            x_N = curve.x_SPN[:, p].mean(axis=0)
+            axes.plot(x_N, curve.loss_SN.mean(axis=0), marker='.', label=curve.label, **look)
+            if len(curve.loss_SN) > 1:
+                low_N, high_N = curve.loss_SN.min(axis=0), curve.loss_SN.max(axis=0)
+                axes.fill_between(x_N, low_N, high_N, color=look['color'], alpha=0.2, linewidth=0)
+    for axes, label in zip(panels, xlabels, strict=True):
+        axes.set(xscale='log', xlabel=label, ylabel=ylabel, title=f'Validation loss by {label}')
+        axes.tick_params(axis='x', which='both', labelsize=7)  # less than a decade labels its minor ticks, densely
+    panels[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
 
 

@@ -12,6 +12,7 @@ Shapes: B rows, T positions, P of them compared, V vocabulary.
 
 import dataclasses
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -74,7 +75,12 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
     require_packages('fbt import', *(GGUF_NEEDED if gguf_file else ()))
     require_new(workdir, '--workdir')
     theirs = _their_config(source, folder, gguf_file)
-    model = model_config(theirs, source)
+    try:
+        model = model_config(theirs, source)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        told = str(error) if isinstance(error, UserError) else f'{type(error).__name__}: {error}'
+        at = '' if told.startswith('--from') else f'--from={source}: its config cannot be used: '
+        raise UserError(f'{at}{told}') from None
     most = theirs['max_position_embeddings']
     if most < 2:
         raise UserError(f'--from={source}: its max_position_embeddings is {most}')
@@ -145,7 +151,7 @@ def _their_config(source: str, folder: Path, gguf_file: str) -> dict[str, Any]:
     except Exception as error:  # the library raises what it likes for what a file may hold
         raise UserError(f'--from={source}: transformers cannot read its config: {_brief(error)}') from None
     theirs = found.to_dict()
-    if 'quantization_config' in theirs and not gguf_file:
+    if theirs.get('quantization_config') and not gguf_file:
         raise UserError(f'--from={source}: its weights are quantised; only whole ones, and GGUF, can be imported')
     return theirs
 
@@ -218,6 +224,8 @@ def _write(folder: Path, name: str, config: Config, params: Any) -> None:
 
 def _continuing(name: str, config: Config) -> str:
     """A config file: the imported model with feedback, on data still to be named."""
+    # It is code, and a folder's name may hold anything.
+    name = re.sub(r'[^\w .+-]', '_', name)
     keys, usual = flat_keys(config), flat_keys(Config())
     own = ('data.tokenizer', 'model.fusion', 'passes.phases')
     wanted = {key: value for key, value in keys.items() if value != usual[key] and key not in own}

@@ -122,9 +122,14 @@ def data_fingerprint(workdir: str) -> str:
     return _read_record(workdir)['data_fingerprint']
 
 
+def data_record(workdir: str) -> dict[str, Any]:
+    """Of each source that the run in `workdir` began with, held-out ones too: fingerprint, documents, tokens, files."""
+    return _read_record(workdir)['data']
+
+
 def require_data(workdir: str, data: Data) -> None:
     """Raises UserError unless the run in `workdir` began with these documents, and this tokenizer."""
-    began = _read_record(workdir)['data']
+    began = data_record(workdir)
     known = {name: entry['fingerprint'] for name, entry in began.items()}
     changed = [name for name, entry in data.record.items() if known.get(name) != entry['fingerprint']]
     if changed:
