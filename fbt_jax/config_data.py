@@ -3,6 +3,7 @@
 A source is written FORMAT:PATH#OPTION=VALUE,...; a mixture is a dict of names and such sources, with `data.weights`:
 
     data.source = 'austen'
+    data.source = 'word_problem:A5'
     data.source = 'jsonl:/data/web-*.jsonl.zst#key=content'
     data.source = {'web': 'prepared:/data/web', 'code': 'prepared:/data/code'}
     data.weights = ((0, {'web': 0.9, 'code': 0.1}), (0.75, {'web': 0.5, 'code': 0.5}))
@@ -19,6 +20,7 @@ from fbt_jax.config_phases import first_steps, is_start
 from fbt_jax.errors import UserError, require
 
 BUILT_IN = ('austen', 'word_problem')
+WORD_GROUPS = ('Z2', 'S3', 'Z60', 'S4', 'A5', 'S5')
 # Options of each format; `every` and `except_every` of all but `prepared` and the built-in ones.
 FORMATS: dict[str, tuple[str, ...]] = {
     'text': ('unit',),
@@ -40,7 +42,7 @@ Sources = tuple[tuple[str, str], ...]
 
 
 class Source(NamedTuple):
-    """A parsed source. `path` is '' for a built-in one."""
+    """A parsed source. `path` is '' for the embedded text, the group for the word problem."""
 
     format: str
     path: str
@@ -53,6 +55,9 @@ class Source(NamedTuple):
 def parse_source(text: str, key: str = 'source') -> Source:
     """FORMAT:PATH#OPTION=VALUE,... taken apart; UserError that names `key` where it is wrong."""
     kind, colon, rest = text.partition(':')
+    if kind == 'word_problem':
+        require(not colon or rest in WORD_GROUPS, key, text, f'must be word_problem:GROUP, of {", ".join(WORD_GROUPS)}')
+        return Source(kind, rest or 'S5', {})
     if kind in BUILT_IN:
         require(not colon, key, text, f'{kind} is built in and takes no path')
         return Source(kind, '', {})
@@ -115,7 +120,7 @@ class DataConfig:
         formats = {parse_source(spec, 'data.source').format for _, spec in self.sources}
         held_out = {parse_source(spec, 'data.validation').format for _, spec in self.validation_sources}
         for kind in BUILT_IN:
-            alone = len(self.sources) == 1
+            alone = isinstance(self.source, str)
             require(kind not in formats or alone, 'data.source', self.source, f'{kind} is no part of a mixture')
             require(kind not in held_out, 'data.validation', self.validation, f'{kind} validates itself only')
         if formats & set(BUILT_IN):

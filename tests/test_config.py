@@ -186,6 +186,11 @@ def test_parse_value(text: str, value: Any) -> None:
         ({'training.microbatches': '5'}, r'must divide data\.batch_size = 36: one of 1, 2, 3, 4, 6, 9, 12, 18, 36'),
         ({'data.source': 'austin'}, r"data\.source = 'austin': did you mean austen\? must be austen, word_problem or"),
         ({'data.tokenizer': 'none'}, r"data\.tokenizer = 'none': must be 'none' for rows that are not text, and only"),
+        (
+            {'data.source': 'word_problem:Q8'},
+            r"data\.source = 'word_problem:Q8': must be word_problem:GROUP, of Z2, S3,",
+        ),
+        ({'data.source': {'a': 'austen'}}, r'data\.source = .*: austen is no part of a mixture'),
         ({'data.source': 'word_problem'}, r"data\.tokenizer = 'bpe': .* \(data\.source = 'word_problem'\)"),
         ({'model.dtype': 'float16'}, r'must be one of auto, bfloat16, float32, float64'),
         ({'model.fusion': 'none'}, r"more than one pass needs a fusion, but model\.fusion = 'none'"),

@@ -7,8 +7,11 @@ import sys
 from collections import Counter
 
 import numpy as np
+import pytest
 
-from fbt_jax.data import corpus, word_problem
+from fbt_jax.config import Config, DataConfig, OptimizerConfig, PassesConfig
+from fbt_jax.data import corpus, open_data, word_problem
+from fbt_jax.data.word_problem import WordProblemRows
 
 # Chapters of the novels in the corpus's order: Emma (18 + 18 + 19), Mansfield Park, Northanger Abbey, Persuasion,
 # Pride and Prejudice, Sense and Sensibility.
@@ -63,8 +66,8 @@ def rank(matrix: np.ndarray) -> int:
     return sum(factorials[i] * sum(later < p[i] for later in p[i + 1 :]) for i in range(5))
 
 
-def word_rows(*, seed: int = 0, validation: bool = False, seq_len: int = 12) -> word_problem.WordProblemRows:
-    return word_problem.WordProblemRows(seq_len=seq_len, seed=seed, validation=validation)
+def word_rows(group: str = 'S5', *, seed: int = 0, validation: bool = False, seq_len: int = 12) -> WordProblemRows:
+    return WordProblemRows(group, seq_len=seq_len, seed=seed, validation=validation)
 
 
 def test_word_problem_targets_are_running_products_of_matrices():
@@ -82,6 +85,50 @@ def test_word_problem_targets_are_running_products_of_matrices():
     assert len(seen) > 60
 
 
+def parity(p: tuple[int, ...]) -> int:
+    return sum(p[i] > p[j] for i, j in itertools.combinations(range(len(p)), 2)) % 2
+
+
+def powers(p: tuple[int, ...]) -> set[tuple[int, ...]]:
+    found = [tuple(range(len(p)))]
+    while len(found) < 2 or found[-1] != found[0]:
+        found.append(tuple(p[x] for x in found[-1]))
+    return set(found)
+
+
+@pytest.mark.parametrize(
+    ('group', 'elements'),
+    [
+        ('Z2', set(itertools.permutations(range(2)))),
+        ('S3', set(itertools.permutations(range(3)))),
+        ('Z60', powers((1, 2, 0, 4, 5, 6, 3, 8, 9, 10, 11, 7))),
+        ('S4', set(itertools.permutations(range(4)))),
+        ('A5', {p for p in itertools.permutations(range(5)) if parity(p) == 0}),
+        ('S5', set(itertools.permutations(range(5)))),
+    ],
+)
+def test_word_problem_groups(group: str, elements: set[tuple[int, ...]]):
+    """Targets are the products among the group's elements, by its definition, in lexicographic order."""
+    found = word_problem.GROUPS[group]
+    assert found.order == len(elements) == {'Z2': 2, 'S3': 6, 'Z60': 60, 'S4': 24, 'A5': 60, 'S5': 120}[group]
+    numbered = sorted(elements)
+    batch = word_rows(group, seq_len=200).batch(range(20))
+    assert len(set(batch.targets.ravel().tolist())) == found.order  # the generators generate
+    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+        product = np.arange(len(numbered[0]))
+        for token, target in zip(tokens, targets, strict=True):
+            product = np.array(found.generators[token - found.order])[product]
+            assert numbered[target] == tuple(product)
+    config = Config(
+        data=DataConfig(source=f'word_problem:{group}', tokenizer='none', seq_len=200, batch_size=5),
+        passes=PassesConfig(),
+        optimizer=OptimizerConfig(),
+    )
+    data = open_data(config)
+    assert data.vocab_size == found.order + len(found.generators)
+    assert data.train_rows.batch(range(20)).targets.tolist() == batch.targets.tolist()
+
+
 def test_word_problem_rows_are_whole_documents_whose_answers_never_appear():
     batch = word_rows().batch(range(500))
     assert batch.weights.tolist() == [[1] * 12] * 500
@@ -90,7 +137,7 @@ def test_word_problem_rows_are_whole_documents_whose_answers_never_appear():
     assert [a.dtype for a in batch] == [np.int32, np.int32, np.float32, np.int32, np.int32]
     assert set(batch.tokens.ravel().tolist()) == {120, 121, 122}
     assert set(batch.targets.ravel().tolist()) <= set(range(120))
-    assert word_problem.VOCAB_SIZE == 123
+    assert word_problem.GROUPS['S5'].vocab_size == 123
     counts = np.bincount(batch.tokens.ravel() - 120)  # 6000 draws, standard deviation 37
     assert (np.abs(counts - 2000) < 150).all()
 

@@ -165,7 +165,7 @@ def test_weights_may_be_stored_in_bfloat16(run: Run, tmp_path: Path) -> None:
 
 
 def test_rows_that_are_not_text_are_exported_without_a_tokenizer(tmp_path: Path) -> None:
-    model = make_model(vocab_size=word_problem.VOCAB_SIZE, fusion='none')
+    model = make_model(vocab_size=word_problem.GROUPS['S5'].vocab_size, fusion='none')
     data = DataConfig(source='word_problem', tokenizer='none', seq_len=12, batch_size=2)
     config = Config(data=data, model=model.config, passes=PassesConfig(phases='one_pass'))
     words = Run(model, make_params(model), config, None, trained_feedback=False)

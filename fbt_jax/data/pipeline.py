@@ -147,7 +147,7 @@ def open_data(config: Config, folder: str | Path | None = None, *, held_out_only
     held_out_only: for evaluation, which needs no training data; there are no `members` then, and no rows to train on.
     """
     data = config.data
-    if data.source == 'word_problem':
+    if _word_group(data):
         return _open_word_problem(config)
     tokenizer = load_tokenizer(data, folder)
     assert tokenizer is not None, 'only the word problem has no tokenizer'
@@ -197,7 +197,7 @@ def load_tokenizer(data: DataConfig, folder: str | Path | None = None) -> Tokeni
 def vocab_size(data: DataConfig, folder: str | Path | None = None) -> int:
     """How many ids the rows of `data` have, known without its documents."""
     tokenizer = load_tokenizer(data, folder)
-    return word_problem.VOCAB_SIZE if tokenizer is None else tokenizer.vocab_size
+    return word_problem.GROUPS[_word_group(data)].vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 def prepare_sources(data: DataConfig, folder: str | Path, *, poll: Callable[[], None] = lambda: None) -> None:
@@ -259,14 +259,23 @@ def _in_memory(tokenizer: Any, texts: tuple[str, ...]) -> InMemory:
     return concatenated(pieces, _fingerprint([tokenizer.fingerprint, *texts]))
 
 
-def _open_word_problem(config: Config) -> Data:
-    def rows(validation: bool) -> word_problem.WordProblemRows:
-        return word_problem.WordProblemRows(seq_len=config.data.seq_len, seed=config.seed, validation=validation)
+def _word_group(data: DataConfig) -> str:
+    """The group whose words are the rows; '' where they are text."""
+    source = parse_source(data.sources[0][1])
+    return source.path if source.format == 'word_problem' else ''
 
-    fingerprint = _fingerprint(['word_problem', str(config.data.seq_len), repr(word_problem.GENERATORS)])
+
+def _open_word_problem(config: Config) -> Data:
+    name = _word_group(config.data)
+    group = word_problem.GROUPS[name]
+
+    def rows(validation: bool) -> word_problem.WordProblemRows:
+        return word_problem.WordProblemRows(name, seq_len=config.data.seq_len, seed=config.seed, validation=validation)
+
+    fingerprint = _fingerprint(['word_problem', str(config.data.seq_len), repr(group.generators)])
 
     return Data(
-        vocab_size=word_problem.VOCAB_SIZE,
+        vocab_size=group.vocab_size,
         tokenizer=None,
         fingerprint=fingerprint,
         record={split: {'fingerprint': fingerprint} for split in ('train', 'validation')},
