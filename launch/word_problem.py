@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from fbt_jax.config_file import load_config_file
-from fbt_jax.evaluation.plots import draw_positions
+from fbt_jax.evaluation.plots import Panel, draw_panels
 
 CONFIG = Path(__file__).parents[1] / 'configs' / 'word_problem.py'
 READ_AFTER = 12  # passes: three times as many as it was trained with
@@ -61,7 +61,8 @@ def main() -> None:
                 label = f'with feedback, {k} passes' if name == 'feedback' else 'without feedback, same token-passes'
                 curves.setdefault(label, []).append(accuracy_P)
     picture = out / 'accuracy_by_position.png'
-    draw_positions(str(picture), curves, title='Running products in S5, one layer')
+    positions = range(1, 1 + config.data.seq_len)
+    draw_panels(str(picture), [Panel('Running products in S5, one layer', 'position', positions, curves)])
     for label, runs_ in curves.items():
         last = ', '.join(f'{run[-1]:.3f}' for run in runs_)
         print(f'{label}: accuracy at position {len(runs_[0])}: {last}')

@@ -28,8 +28,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     figures: list[Any] = []
     make = plots._figure
 
-    def keep(columns: int) -> Any:
-        figure, axes = make(columns)
+    def keep(columns: int, **kwargs: int) -> Any:
+        figure, axes = make(columns, **kwargs)
         figures.append(figure)
         return figure, axes
 
@@ -59,12 +59,18 @@ def test_run_without_text_shows_accuracy_by_position(tmp_path: Path, drawn: list
     assert lines(drawn[0].axes[1]) == {'2 passes': [[1, 2], [1.0, 0.5]]}
 
 
-def test_positions_show_each_seed_and_the_mean(tmp_path: Path, drawn: list[Any]) -> None:
+def test_panels_show_each_seed_and_the_mean(tmp_path: Path, drawn: list[Any]) -> None:
     runs = [np.array([1.0, 0.5]), np.array([0.8, 0.1])]
-    plots.draw_positions(str(tmp_path / 'a.png'), {'fed back': runs}, title='t')
+    by_position = plots.Panel('t', 'position', [1, 2], {'fed back': runs})
+    by_name = plots.Panel('u', 'group', ['Z2', 'S3'], {'fed back': runs[:1], 'plain': runs[1:]})
+    plots.draw_panels(str(tmp_path / 'a.png'), [by_position, by_name, by_name, by_name])
+    assert len(drawn[0].axes) == 6  # two rows of three, the last two empty
     curves = [list(line.get_ydata()) for line in drawn[0].axes[0].get_lines()]
     assert curves[:2] == [[1.0, 0.5], [0.8, 0.1]]
     np.testing.assert_allclose(curves[2], [0.9, 0.3])
+    assert lines(drawn[0].axes[1]) == {'fed back': [[0, 1], [1.0, 0.5]], 'plain': [[0, 1], [0.8, 0.1]]}
+    assert [text.get_text() for text in drawn[0].axes[1].get_xticklabels()] == ['Z2', 'S3']
+    assert [text.get_text() for text in drawn[0].axes[0].get_xticklabels()] == ['1', '2']
 
 
 def test_contraction(tmp_path: Path, drawn: list[Any]) -> None:

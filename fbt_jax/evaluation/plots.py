@@ -21,6 +21,15 @@ class Shown(NamedTuple):
     loss_SN: np.ndarray
 
 
+class Panel(NamedTuple):
+    """Accuracies of `draw_panels`: a curve a label, its runs (seeds) over `x`, which are positions or names."""
+
+    title: str
+    xlabel: str
+    x: Sequence[Any]
+    curves: dict[str, list[np.ndarray]]
+
+
 def draw_run(path: str, rows: Sequence[dict[str, Any]], results: PassResults, passes: Iterable[int]) -> None:
     """A PNG of two panels.
 
@@ -50,7 +59,8 @@ def draw_run(path: str, rows: Sequence[dict[str, Any]], results: PassResults, pa
 
     passes = list(passes)
     if results.nats_per_byte_K is None:
-        _draw_positions(right, {f'{k} passes': [results.accuracy_KP[k - 1]] for k in passes})
+        curves = {f'{k} passes': [results.accuracy_KP[k - 1]] for k in passes}
+        _draw_panel(right, Panel('Accuracy by position', 'position', range(1, 1 + len(results.accuracy_KP[0])), curves))
     else:
         right.plot(passes, results.nats_per_byte_K[[k - 1 for k in passes]], color=COLOURS[0], marker='.')
         right.set(xscale='log', xlabel='passes', ylabel='nats per byte', title='Validation loss by passes')
@@ -59,11 +69,14 @@ def draw_run(path: str, rows: Sequence[dict[str, Any]], results: PassResults, pa
     figure.savefig(path, dpi=130)
 
 
-def draw_positions(path: str, curves: dict[str, list[np.ndarray]], *, title: str) -> None:
-    """A PNG of accuracy by position within the document; each label's runs (seeds) are thin lines around their mean."""
-    figure, (axes,) = _figure(1)
-    _draw_positions(axes, curves)
-    axes.set_title(title)
+def draw_panels(path: str, panels: Sequence[Panel]) -> None:
+    """A PNG of accuracies, three panels a row; a label's runs are thin lines around their mean."""
+    columns = min(len(panels), 3)
+    figure, axes = _figure(columns, rows=-(-len(panels) // columns))
+    for panel, ax in zip(panels, axes, strict=False):
+        _draw_panel(ax, panel)
+    for ax in axes[len(panels) :]:
+        ax.set_axis_off()
     figure.savefig(path, dpi=130)
 
 
@@ -113,25 +126,28 @@ def draw_curves(path: str, curves: Iterable[Shown], *, xlabels: Sequence[str], y
     figure.savefig(path, dpi=130)
 
 
-def _draw_positions(axes: Any, curves: dict[str, list[np.ndarray]]) -> None:
-    for (label, runs), colour in zip(curves.items(), COLOURS, strict=False):
-        positions = np.arange(1, len(runs[0]) + 1)
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    x = np.arange(len(panel.x)) if isinstance(panel.x[0], str) else np.array(panel.x)
+    for (label, runs), colour in zip(panel.curves.items(), COLOURS, strict=False):
         if len(runs) > 1:
             for run in runs:
-                axes.plot(positions, run, color=colour, linewidth=0.7, alpha=0.5)
-        axes.plot(positions, np.mean(runs, axis=0), color=colour, marker='.', label=label)
-    axes.set(xlabel='position', ylabel='accuracy', title='Accuracy by position', ylim=(0, 1.03), xticks=positions)
+                axes.plot(x, run, color=colour, linewidth=0.7, alpha=0.5)
+        axes.plot(x, np.mean(runs, axis=0), color=colour, marker='.', label=label)
+    few = np.arange(len(x)) if len(x) <= 12 else np.arange(len(x) // 12 - 1, len(x), len(x) // 12)
+    axes.set(xlabel=panel.xlabel, ylabel='accuracy', title=panel.title, ylim=(0, 1.03))
+    axes.set_xticks(x[few], [str(panel.x[i]) for i in few.tolist()])
     axes.legend(frameon=False, fontsize=8, loc='lower left')
 
 
-def _figure(columns: int) -> tuple[Any, Any]:
+def _figure(columns: int, rows: int = 1) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use('agg')
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(5.6 * columns, 3.8), layout='constrained', squeeze=False)
-    for ax in axes[0]:
+    size = (5.6 * columns, 3.8 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout='constrained', squeeze=False)
+    for ax in axes.flat:
         ax.spines[['top', 'right']].set_visible(False)
         ax.grid(alpha=0.25)
-    return figure, axes[0]
+    return figure, axes.ravel()
