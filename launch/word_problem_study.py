@@ -13,6 +13,7 @@ failed.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -88,7 +89,7 @@ def steps_of(config: Config) -> int:
     starts = [step for step, _ in config.passes.phase_steps(10**6)] + [10**6]
     shares = [p for _, p in config.passes.phase_steps(10**6)]
     means = [sum(k * x for k, x in zip(config.passes.pass_counts, p, strict=True)) for p in shares]
-    mean = sum((b - a) * m for a, b, m in zip(starts, starts[1:], means, strict=True)) / 10**6  # pairs of neighbours
+    mean = sum((b - a) * m for (a, b), m in zip(itertools.pairwise(starts), means, strict=True)) / 10**6
     return round(TOKEN_PASSES / mean)
 
 
