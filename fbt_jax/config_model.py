@@ -56,7 +56,7 @@ class ModelConfig:
     rope_scaling: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ('width', 'num_layers', 'num_heads', 'num_kv_heads', 'mlp_width', 'full_attention_every'):
+        for name in ('width', 'num_layers', 'num_heads', 'num_kv_heads', 'mlp_width'):
             require(getattr(self, name) >= 1, f'model.{name}', getattr(self, name), 'must be at least 1')
         if self.vocab_size is not None:
             require(self.vocab_size >= 2, 'model.vocab_size', self.vocab_size, 'must be at least 2')
@@ -85,12 +85,14 @@ class ModelConfig:
             f'must divide model.num_heads = {self.num_heads}: one of {", ".join(map(str, divisors))}',
         )
         require(self.window >= 0, 'model.window', self.window, 'must be 0 (full attention) or a number of keys')
+        every = self.full_attention_every
+        require(every >= 0, 'model.full_attention_every', every, 'must not be negative')
         require(
-            not self.window or self.num_layers % self.full_attention_every == 0,
+            not self.window or every == 0 or self.num_layers % every == 0,
             'model.full_attention_every',
-            self.full_attention_every,
+            every,
             f'must divide model.num_layers = {self.num_layers} when model.window is set, '
-            'so that the last layer sees the whole context',
+            'so that the last layer sees the whole context, or be 0: no layer does',
         )
         require(self.rope_theta > 0, 'model.rope_theta', self.rope_theta, 'must be positive')
         require(self.fusion in FUSIONS, 'model.fusion', self.fusion, f'must be one of {", ".join(FUSIONS)}')
@@ -133,4 +135,5 @@ class ModelConfig:
     @property
     def layer_windows(self) -> tuple[int, ...]:
         """Keys that each layer sees, itself included; 0 = all. The last of every `full_attention_every` is full."""
-        return tuple(0 if (i + 1) % self.full_attention_every == 0 else self.window for i in range(self.num_layers))
+        every = self.full_attention_every
+        return tuple(0 if every and (i + 1) % every == 0 else self.window for i in range(self.num_layers))

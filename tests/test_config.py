@@ -255,6 +255,9 @@ def test_heads_and_windows_must_divide() -> None:
         ModelConfig(num_layers=4, full_attention_every=3)
     assert ModelConfig(num_layers=4, full_attention_every=3, window=0).layer_windows == (0,) * 4
     assert ModelConfig(num_layers=4, full_attention_every=2, window=9).layer_windows == (9, 0, 9, 0)
+    assert ModelConfig(num_layers=3, full_attention_every=0, window=9).layer_windows == (9, 9, 9)
+    with pytest.raises(UserError, match=r'model\.full_attention_every = -1: must not be negative'):
+        ModelConfig(num_layers=4, full_attention_every=-1)
     assert [ModelConfig(vocab_size=v).padded_vocab_size for v in (2, 128, 129)] == [128, 128, 256]
 
 

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         'num_heads': 2,
         'fusion': 'concat',
     },
+    'no full layer': {'num_layers': 3, 'full_attention_every': 0, 'window': 3},
     'window 1, one head of 32': {'width': 32, 'num_heads': 1, 'num_kv_heads': 1, 'window': 1, 'rope_theta': 1e4},
     'of a Llama': {
         'head_gate': False,

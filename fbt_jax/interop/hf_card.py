@@ -32,12 +32,14 @@ def model_card(run: Any, metrics: list[dict[str, Any]], *, parameters: int, dtyp
     """
     config, model = run.config, run.config.model
     rows = [row for row in metrics if row['step'] <= run.step]
-    pattern = f'{model.window} keys, but in every {model.full_attention_every}. layer all'
+    full = (
+        f', but in every {model.full_attention_every}. layer all' if model.full_attention_every else ' in every layer'
+    )
     facts = {
         'Parameters': f'{parameters:,} ({dtype}), embeddings tied',
         'Layers / width / MLP': f'{model.num_layers} / {model.width} / {model.mlp_width}',
         'Heads': f'{model.num_heads} queries, {model.num_kv_heads} keys and values',
-        'Sliding window': pattern if model.window else 'none',
+        'Sliding window': f'{model.window} keys{full}' if model.window else 'none',
         'Vocabulary / context': f'{model.vocab_size:,} / {config.data.seq_len:,}',
         'Tokenizer': config.data.tokenizer.replace('\\', '/').rsplit('/', 1)[-1],
         'Fusion': f'{model.fusion}{"" if run.trained_feedback or model.fusion == "none" else ", not trained"}',

@@ -41,7 +41,7 @@ Cache = tuple[LayerCache, ...]  # one for each place in the pattern
 
 def period(config: ModelConfig) -> int:
     """After how many layers the pattern of windows comes again."""
-    return config.full_attention_every if config.window else 1
+    return config.full_attention_every or 1 if config.window else 1
 
 
 def empty(config: ModelConfig, *, rows: int, capacity: int, dtype: jnp.dtype) -> Cache:
