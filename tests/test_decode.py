@@ -31,7 +31,12 @@ WINDOWS = [
     pytest.param({'window': 3}, id='window of 3'),
     *(
         pytest.param(changes, id=name, marks=pytest.mark.slow)
-        for name, changes in {'full': {'window': 0}, 'of 4': {'window': 4}, 'one head': {'num_kv_heads': 1}}.items()
+        for name, changes in {
+            'full': {'window': 0},
+            'of 4': {'window': 4},
+            'of 3 in every layer': {'window': 3, 'full_attention_every': 0},
+            'one head': {'num_kv_heads': 1},
+        }.items()
     ),
 ]
 
