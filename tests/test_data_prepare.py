@@ -187,7 +187,7 @@ def test_documents_left_out_are_counted_and_named(tmp_path: Path) -> None:
     assert index['skipped'] == {'empty': 2, 'not UTF-8': 1}
     assert [line.split(': ')[1] for line in index['first_skipped']] == ['empty', 'not UTF-8', 'empty']
     (tmp_path / 'b.jsonl').write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match=r'^the source holds no document \(1 empty\)$'):
+    with pytest.raises(UserError, match=r'b\.jsonl holds no document \(1 empty\): 1 file$'):
         make(f'jsonl:{tmp_path}/b.jsonl', tmp_path / 'none')
 
 

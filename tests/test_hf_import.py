@@ -94,6 +94,7 @@ def test_the_run_is_the_model(name: str, tmp_path: Path) -> None:
     model = make_folder(tmp_path / 'hf', *MODELS[name])
     told = import_hf(str(tmp_path / 'hf'), str(tmp_path / 'run'))
     assert told.difference < 1e-4
+    assert told.assumed == {}
     assert told.parameters == sum(p.numel() for p in model.parameters())
     run = load_run(str(tmp_path / 'run'))
     assert (run.step, run.trained_feedback, run.config.data.seq_len) == (0, False, 96)
@@ -242,6 +243,38 @@ def test_no_file_outside_the_folder_is_read(tmp_path: Path, capsys: pytest.Captu
     refused(tmp_path, capsys, 'x.safetensors cannot be read: No such file')
 
 
+def test_a_tensor_in_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path / 'hf')
+    weights = load_file(tmp_path / 'hf' / 'model.safetensors')
+    save_file({'model.norm.weight': weights['model.norm.weight'] * 2}, tmp_path / 'hf' / 'more.safetensors')
+    index = {'weight_map': dict.fromkeys(weights, 'model.safetensors') | {'other': 'more.safetensors'}}
+    (tmp_path / 'hf' / 'model.safetensors.index.json').write_text(json.dumps(index))
+    refused(tmp_path, capsys, 'model.norm.weight is in several of its files')
+
+
+def test_what_its_config_leaves_unsaid_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path / 'hf')
+    path = tmp_path / 'hf' / 'config.json'
+    said = json.loads(path.read_text())
+    del said['rms_norm_eps'], said['rope_parameters']
+    path.write_text(json.dumps(said))
+    assert main(['import', f'--from={tmp_path / "hf"}', f'--workdir={tmp_path / "run"}']) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if 'transformers does' in line]
+    # The documented defaults of LlamaConfig.
+    assert told == [
+        "its config.json doesn't say rms_norm_eps: taken as 1e-06, as transformers does",
+        "its config.json doesn't say rope_theta: taken as 10000.0, as transformers does",
+    ]
+
+
+def test_a_tokenizer_must_be_there_and_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path / 'hf', changes={'vocab_size': 2000})
+    refused(tmp_path, capsys, 'its tokenizer has 2048 ids, but its model 2000')
+    for path in tmp_path.glob('hf/tokenizer*'):
+        path.unlink()
+    refused(tmp_path, capsys, r'holds no tokenizer \(tokenizer.json, ')
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(tmp_path, capsys, 'must be a folder of a Hugging Face model, or a .gguf file')
     (tmp_path / 'hf').mkdir()
@@ -251,6 +284,11 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run' / 'mine').write_text('')
     refused(tmp_path, capsys, 'must be a new folder')
+    (tmp_path / 'link').symlink_to('nowhere')
+    refused(tmp_path, capsys, 'must be a new folder, not a link', workdir='link')
+    for arguments in (['--from=', '--workdir=x'], [f'--from={tmp_path / "hf"}', '--workdir=']):
+        assert main(['import', *arguments]) == 2
+        assert re.search(r'--from= names nothing|--workdir=: must be a new folder', capsys.readouterr().err)
     (tmp_path / 'hf' / 'model.safetensors').write_bytes(b'\xff' * 100)
     refused(tmp_path, capsys, 'model.safetensors cannot be read', workdir='other')
     (tmp_path / 'hf' / 'model.safetensors').unlink()

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     told = export_hf(trained, args.out, dtype=args.dtype, data_folder=data_folder(args.workdir), metrics=metrics)
     differences = ', '.join(f'{d:.1e}' for d in told.difference)
     print(f'{args.out}: {told.parameters:,} parameters of step {trained.step}, {args.dtype}')
-    passes = f'passes 1..{len(told.difference)}'
+    passes = f'passes 1..{len(told.difference)}' if len(told.difference) > 1 else 'pass 1'
     print(f'logits of {passes} over {told.rows} differ from the run by {differences} at most')
     if told.computed_in != 'float32':
         print(f'computed in {told.computed_in}: in float32 rounding alone exceeds what is allowed')

@@ -10,6 +10,8 @@ Needs pip install 'fbt-jax[hf]'.
 """
 
 import argparse
+import shlex
+from pathlib import Path
 
 from fbt_jax.cli import no_more_arguments
 
@@ -34,5 +36,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     print(
         f'logits at positions of {told.positions:,} tokens of the embedded novels: {told.difference:.1e} apart at most'
     )
-    print(f'to go on with feedback: fbt train --config={args.workdir}/config.py --workdir=NEW --config.data.source=...')
+    for key, value in told.assumed.items():
+        print(f"its config.json doesn't say {key}: taken as {value}, as transformers does")
+    config = shlex.quote(str(Path(args.workdir) / 'config.py'))
+    print(f'to go on with feedback: fbt train --config={config} --workdir=NEW --config.data.source=...')
     return 0

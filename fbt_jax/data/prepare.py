@@ -227,7 +227,10 @@ class _Work:
             self._end_shard()
         if not self._shards:
             left_out = ', '.join(f'{n} {reason}' for reason, n in self.skipped.items())
-            raise UserError(f'the source holds no document{f" ({left_out})" if left_out else ""}')
+            files, options = (self.header['source'][key] for key in ('files', 'options'))
+            read = ', '.join([f'{len(files)} file{"s" * (len(files) > 1)}', *(f'{k}={v}' for k, v in options.items())])
+            told = f' ({left_out})' if left_out else ''
+            raise UserError(f'{self.header["path"]} holds no document{told}: {read}')
         shards = [{k: shard[k] for k in SHARD_KEYS} for shard in self._shards]
         identity = [self.header['tokenizer_fingerprint'], *(shard['sha256'] for shard in shards)]
         index = self.header | {

@@ -107,11 +107,12 @@ class FileTokenizer:
 def read_file(path: Path, *, saved: Path | None, bos: str, eos: str, pattern: str) -> FileTokenizer:
     """The tokenizer in the file at `path`, or in its copy in the folder `saved` if there is one."""
     copy = path if saved is None else saved / path.name
+    found = copy if copy.is_file() else path
     try:
-        content = (copy if copy.is_file() else path).read_bytes()
+        content = found.read_bytes()
     except OSError as error:
         raise UserError(f'data.tokenizer = {str(path)!r}: {error.strerror}') from None
-    return FileTokenizer(content, path, bos=bos, eos=eos, pattern=pattern)
+    return FileTokenizer(content, found, bos=bos, eos=eos, pattern=pattern)
 
 
 def _hugging_face(file: _File) -> _Loaded:

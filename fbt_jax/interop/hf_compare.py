@@ -36,6 +36,8 @@ def require_packages(what: str, *more: str) -> None:
 
 def require_new(folder: str, flag: str) -> None:
     path = Path(folder).absolute()
+    if not folder or path.is_symlink():
+        raise UserError(f'{flag}={folder}: must be a new folder{", not a link" if folder else ""}')
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f'{flag}={folder}: must be a new folder; this one exists and is not empty')
     if not path.parent.is_dir():

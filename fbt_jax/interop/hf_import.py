@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ from fbt_jax.interop.hf_compare import (
     run_script,
 )
 from fbt_jax.interop.hf_tokenizer import probes
-from fbt_jax.interop.hf_weights import Weights, model_config, params_of, places, require_all
+from fbt_jax.interop.hf_weights import FAMILIES, Weights, model_config, params_of, places, require_all
 from fbt_jax.training.checkpoint import Checkpoints
 from fbt_jax.training.run_folder import Tally, data_folder, record_config
 
@@ -52,13 +53,22 @@ COMPARED_ROWS, COMPARED_LENGTH, COMPARED_PLACES = 2, 512, 128
 RATES = {'matrix_learning_rate': 5e-4, 'adam_learning_rate': 1e-4}
 
 
+# What decides the logits and follows from no tensor's shape; the families' configs have defaults for all of them.
+_DECIDING = ('num_attention_heads', 'hidden_act', 'rms_norm_eps', 'rope_theta', 'max_position_embeddings')
+_TOKENIZERS = ('tokenizer.json', 'tokenizer.model', 'vocab.json', 'tokenizer_config.json')
+
+
 class Imported(NamedTuple):
-    """`difference`: the largest between logits, over `positions` positions of the embedded novels."""
+    """`difference`: the largest between logits, over `positions` positions of the embedded novels.
+
+    assumed: what its config.json leaves unsaid, as `transformers` has it.
+    """
 
     config: Config
     parameters: int
     difference: float
     positions: int
+    assumed: dict[str, Any]
 
 
 def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Imported:
@@ -74,6 +84,7 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
     folder, gguf_file = _where(source)
     require_packages('fbt import', *(GGUF_NEEDED if gguf_file else ()))
     require_new(workdir, '--workdir')
+    said = {} if gguf_file else _said(source, folder)
     theirs = _their_config(source, folder, gguf_file)
     try:
         model = model_config(theirs, source)
@@ -92,7 +103,7 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
     temporary = Path(tempfile.mkdtemp(prefix=f'.{target.name}.', dir=target.parent))
     try:
         with tempfile.TemporaryDirectory() as scratch, jax.default_device(cpu()):
-            opened = _open(source, folder, gguf_file, Path(scratch), min(COMPARED_LENGTH, seq_len))
+            opened = _open(source, folder, gguf_file, Path(scratch), model, min(COMPARED_LENGTH, seq_len))
             weights = Weights(Path(scratch) if gguf_file else folder)
             require_all(weights, places(model))
             params = params_of(model, weights)
@@ -100,7 +111,7 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
             replace(data_folder(str(temporary)) / TOKENIZER, opened.tokenizer)
             config = _config(model, opened, data_folder(str(target)) / TOKENIZER, seq_len)
             config = dataclasses.replace(config, data=resolved(config.data, data_folder(str(temporary))))
-            _require_same_ids(config, temporary, opened, source)
+            _require_same_ids(config, temporary, opened)
             difference = _difference(model, params, opened)
             _write(temporary, gguf_file or folder.resolve().name, config, params)
         allow_as_usual(temporary)
@@ -109,7 +120,9 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     count = sum(int(np.prod(place.shape)) for place in places(model).values())
-    return Imported(config, count, difference, int(opened.tokens_BT.size))
+    rope = theirs['rope_parameters']
+    assumed = {} if gguf_file else {key: (theirs | rope)[key] for key in _DECIDING if key not in said}
+    return Imported(config, count, difference, int(opened.tokens_BT.size), assumed)
 
 
 class _Opened(NamedTuple):
@@ -127,6 +140,8 @@ class _Opened(NamedTuple):
 def _where(source: str) -> tuple[Path, str]:
     """The folder, and the name of the GGUF file in it ('': it holds safetensors)."""
     path = Path(source)
+    if not source:
+        raise UserError('--from= names nothing: must be a folder of a Hugging Face model, or a .gguf file')
     if path.is_file() and path.suffix == '.gguf':
         return path.parent, path.name
     if not path.is_dir():
@@ -140,10 +155,27 @@ def _where(source: str) -> tuple[Path, str]:
     return path, files[0]
 
 
+def _said(source: str, folder: Path) -> dict[str, Any]:
+    """What its config.json itself says, RoPE's keys among the others. UserError where it cannot be one of ours."""
+    try:
+        said = json.loads((folder / 'config.json').read_text())
+        said |= said.get('rope_parameters') or said.get('rope_scaling') or {}
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise UserError(f'--from={source}: its config.json cannot be read: {_brief(error)}') from None
+    if said.get('model_type') not in FAMILIES:
+        told = f'its model_type is {said.get("model_type")!r}; only {", ".join(FAMILIES)} can be imported'
+        raise UserError(f'--from={source}: {told}')
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise UserError(f'--from={source}: holds no tokenizer ({", ".join(_TOKENIZERS)})')
+    return said
+
+
 def _their_config(source: str, folder: Path, gguf_file: str) -> dict[str, Any]:
     """Whatever version of `transformers` wrote it, in the form of this one."""
     from transformers import AutoConfig
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # what it warns of is checked here, and told in one line
     try:
         found = AutoConfig.from_pretrained(
             folder, trust_remote_code=False, **({'gguf_file': gguf_file} if gguf_file else {})
@@ -156,11 +188,12 @@ def _their_config(source: str, folder: Path, gguf_file: str) -> dict[str, Any]:
     return theirs
 
 
-def _open(source: str, folder: Path, gguf_file: str, scratch: Path, length: int) -> _Opened:
+def _open(source: str, folder: Path, gguf_file: str, scratch: Path, model: ModelConfig, length: int) -> _Opened:
     places_P = np.unique(np.linspace(0, length - 1, COMPARED_PLACES).astype(int))
     question = {
         'folder': str(folder),
         'gguf_file': gguf_file,
+        'vocab_size': model.vocab_size,
         'text': corpus.split().validation[0],
         'rows': COMPARED_ROWS,
         'length': length,
@@ -186,12 +219,9 @@ def _config(model: ModelConfig, opened: _Opened, tokenizer: Path, seq_len: int) 
     return Config(data=data, model=model, passes=PassesConfig('one_pass'))
 
 
-def _require_same_ids(config: Config, folder: Path, opened: _Opened, source: str) -> None:
+def _require_same_ids(config: Config, folder: Path, opened: _Opened) -> None:
     tokenizer = load_tokenizer(config.data, data_folder(str(folder)))
-    assert tokenizer is not None and config.model.vocab_size is not None
-    if tokenizer.vocab_size > config.model.vocab_size:
-        told = f'{tokenizer.vocab_size} ids, but its model {config.model.vocab_size}'
-        raise UserError(f'--from={source}: its tokenizer has {told}')
+    assert tokenizer is not None
     for text, theirs in zip(probes(None), opened.ids, strict=True):
         if tokenizer.encode(text) != theirs:
             raise RuntimeError(f'transformers reads {text[:40]!r} as {theirs[:8]}, its tokenizer.json alone does not')
@@ -262,4 +292,4 @@ def _literal(value: Any) -> str:
 
 
 def _brief(error: Exception) -> str:
-    return ' '.join(str(error).split())[:200]
+    return textwrap.shorten(str(error), 300, placeholder=' ...')

@@ -1,6 +1,7 @@
 """A script: `python hf_open.py QUESTION ANSWER`, a Hugging Face folder as `transformers` itself sees it.
 
-QUESTION (JSON): folder, gguf_file ('' = none), text, length, rows, places, weights (whether to write them), probes.
+QUESTION (JSON): folder, gguf_file ('' = none), vocab_size, text, length, rows, places, weights (whether to write them),
+probes.
 Writes into the folder ANSWER: tokenizer.json; tokens.npy, (B, T) ids of the text; logits.npy, (B, P, V) in float32 at
 the places; told.json: names of BOS and EOS, the ids of each probe. With `weights` also model.safetensors, in float32:
 what a GGUF file holds, taken out of its quantisation. Knows nothing of fbt_jax.
@@ -24,6 +25,9 @@ def main(question: str, answer: str) -> None:
     backend = getattr(tokenizer, 'backend_tokenizer', None)
     if backend is None:
         sys.exit(f'its tokenizer ({type(tokenizer).__name__}) has no form as tokenizer.json')
+    vocabulary, rows = max(tokenizer.get_vocab().values()) + 1, asked['vocab_size']
+    if vocabulary > rows:
+        sys.exit(f'its tokenizer has {vocabulary} ids, but its model {rows}')
     (out / 'tokenizer.json').write_text(backend.to_str())
     # Text that spells a special token is text, as in training.
     plain = {'add_special_tokens': False, 'split_special_tokens': True}

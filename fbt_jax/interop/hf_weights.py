@@ -141,6 +141,8 @@ class Weights:
                     if dtype not in _DTYPES:
                         told = f'{name} is stored as {dtype}; only {", ".join(_DTYPES)} can be imported'
                         raise UserError(f'--from={folder}: {told}')
+                    if name in self.shapes:
+                        raise UserError(f'--from={folder}: {name} is in several of its files')
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
                     self._file_of[name] = file
 
@@ -160,7 +162,8 @@ class Weights:
 
     def read(self, name: str) -> np.ndarray:
         """float32. UserError where a number of it is not finite: the logits of some texts would not show it."""
-        array = np.asarray(self._file_of[name].get_tensor(name)).astype(np.float32)
+        with np.errstate(over='ignore'):  # of float64
+            array = np.asarray(self._file_of[name].get_tensor(name)).astype(np.float32)
         if not np.all(np.isfinite(array)):
             raise UserError(f'--from={self.folder}: {name} holds numbers that are not finite')
         return array
