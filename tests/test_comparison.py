@@ -163,6 +163,18 @@ def test_an_interval_may_end_where_the_baseline_does() -> None:
     assert factor.high == Bound(pytest.approx(31 / 20), '>')
 
 
+def test_warm_starts_are_one_group_where_their_origins_are(tmp_path: Path) -> None:
+    plain = [make_run(tmp_path / f'p{s}', steps=4, loss=lambda n: [3.0], seed=s, model__fusion='none') for s in (0, 1)]
+    other = make_run(tmp_path / 'q', steps=4, loss=lambda n: [3.0], model__fusion='none', optimizer__adam_b1=0.5)
+    starts = [(plain[0], 0), (plain[1], 1), (other, 1), (str(tmp_path / 'gone'), 1)]
+    warm = [
+        make_run(tmp_path / f'w{i}', steps=4, loss=lambda n: [2.5, 2.4], seed=s, init__from=str(origin))
+        for i, (origin, s) in enumerate(starts)
+    ]
+    found = compare([*plain, *warm])
+    assert [len(group.seeds) for group in found.groups] == [2, 2, 1, 1]
+
+
 def test_runs_that_differ_in_their_seed_are_one_group(tmp_path: Path) -> None:
     def run(name: str, seed: int, fusion: str, shift: float) -> str:
         loss = lambda n: [power_law(n) + shift]  # noqa: E731

@@ -100,12 +100,13 @@ def config_overrides(rest: list[str]) -> dict[str, str]:
 
 
 def require_outputs(args: argparse.Namespace) -> None:
-    """UserError unless `--json` and `--plot` can be written."""
-    for flag, path in (('json', args.json), ('plot', args.plot)):
+    """UserError unless `--json`, and `--plot` where the verb has it, can be written."""
+    for flag in ('json', 'plot'):
+        path = getattr(args, flag, None)
         if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
             raise UserError(f'--{flag}={path}: must be a file in a folder that exists')
-    if args.plot is not None and not args.plot.endswith('.png'):
-        raise UserError(f'--plot={args.plot}: must end in .png')
+        if path is not None and flag == 'plot' and not path.endswith('.png'):
+            raise UserError(f'--plot={path}: must end in .png')
 
 
 def no_more_arguments(rest: list[str]) -> None:

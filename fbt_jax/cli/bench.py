@@ -12,7 +12,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from fbt_jax.cli import config_overrides
+from fbt_jax.cli import config_overrides, require_outputs
 from fbt_jax.config_file import load_config_file
 from fbt_jax.errors import UserError
 
@@ -29,8 +29,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     config = load_config_file(args.config, config_overrides(rest))
     if args.rounds < 1:
         raise UserError(f'--rounds={args.rounds}: must be at least 1')
-    if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        raise UserError(f'--json={args.json}: must be a file in a folder that exists')
+    require_outputs(args)
 
     import jax
 

@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fbt_jax.cli import config_overrides
+from fbt_jax.cli import config_overrides, require_outputs
 from fbt_jax.config_file import load_config_file
 from fbt_jax.errors import UserError
 
@@ -35,8 +35,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if args.slices is not None:
         overrides['mesh.slices'] = str(args.slices)
     config = load_config_file(args.config, overrides)
-    if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        raise UserError(f'--json={args.json}: must be a file in a folder that exists')
+    require_outputs(args)
     if args.tries < 1:
         raise UserError(f'--tries={args.tries}: must be at least 1')
 

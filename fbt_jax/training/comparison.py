@@ -247,15 +247,23 @@ def _losses(workdir: str, rows: Sequence[Row], unit: str) -> np.ndarray:
 def _grouped(curves: Sequence[Curve]) -> list[Group]:
     members: dict[str, list[Curve]] = {}
     for curve in curves:
-        skipped = ('seed', *FREE_KEYS, *PATH_KEYS)
-        same = {k: v for k, v in flat_keys(curve.config).items() if k not in skipped and not k.startswith('mesh.')}
-        key = json.dumps([data_fingerprint(curve.workdir), same], sort_keys=True)
+        key = json.dumps(_identity(curve.workdir, curve.config), sort_keys=True)
         for other in members.setdefault(key, []):
             if other.config.seed == curve.config.seed:
                 told = f'are the same run twice: one config, seed {curve.config.seed}'
                 raise UserError(f'{other.workdir} and {curve.workdir} {told}')
         members[key].append(curve)
     return [_group(runs) for runs in members.values()]
+
+
+def _identity(workdir: str, config: Config) -> list[Any]:
+    """All that runs have in common which differ in their seed alone, and what they began from likewise."""
+    skipped = ('seed', 'init.from', *FREE_KEYS, *PATH_KEYS)
+    same = {k: v for k, v in flat_keys(config).items() if k not in skipped and not k.startswith('mesh.')}
+    origin: Any = config.init.from_
+    if origin and (Path(origin) / 'config.json').is_file():
+        origin = _identity(origin, read_config(origin))
+    return [data_fingerprint(workdir), same, origin]
 
 
 def _group(runs: Sequence[Curve]) -> Group:
