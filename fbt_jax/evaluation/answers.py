@@ -1,7 +1,7 @@
 """What a text answers to a question of mathematics, and whether that is the expected answer.
 
 Texts are cut where they run on into a next question, as those of models without tuning do. Numbers are compared
-exactly, as fractions; all else is left to `math-verify` (an extra), which compares expressions, intervals, tuples, sets.
+exactly, as fractions; all else is left to `math-verify` (an extra): expressions, intervals, tuples, sets.
 """
 
 import re
@@ -14,7 +14,8 @@ _NEXT = re.compile(r'\n\s*(?:Question|Problem|Q)\s*:')
 _DIGITS = r'\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+'
 # A sign belongs to the number only where nothing is subtracted: not in 20-8.
 _NUMBER = re.compile(
-    rf'(?<![\w.])(?P<sign>(?<![)\]}}])-)?(?:\$(?P<minus>-)?)?(?:(?P<whole>\d+) +(?=\d+/\d))?(?P<value>{_DIGITS})(?:/(?P<below>\d+))?'
+    r'(?<![\w.])(?P<sign>(?<![)\]}])-)?(?:\$(?P<minus>-)?)?(?:(?P<whole>\d+) +(?=\d+/\d))?'
+    rf'(?P<value>{_DIGITS})(?:/(?P<below>\d+))?'
 )
 _FRACTION = re.compile(r'(?P<whole>\d*)\\[dt]?frac\s*(?:{\s*(-?[\d.,]+)\s*}|(\d))\s*(?:{\s*([\d.,]+)\s*}|(\d))')
 _UNIT = re.compile(r'\\(?:text|mathrm|mbox)\s*{[^{}]*}|\^\s*{?\s*\\circ\s*}?|\\?%')
@@ -22,7 +23,7 @@ _PHRASE = re.compile(r'answer(?: is|:)\s*:?', re.IGNORECASE)
 
 
 def number_answer(text: str) -> str | None:
-    """The number that `text` answers, in plain digits: after `####`, in a box, after 'the answer is', else the last one.
+    """The number that `text` answers, in digits: after `####`, in a box, after 'the answer is', else the last one.
 
     None where there is no number at that place.
     """
@@ -75,9 +76,9 @@ def as_number(text: str) -> Fraction | None:
 
 
 def same_answer(answer: str, expected: str) -> bool:
-    """Whether both are equal as numbers or, by `math-verify`, as expressions. From the main thread only: it sets alarms.
+    """Whether both are equal as numbers or, by `math-verify`, as expressions.
 
-    Raises UserError where `math-verify` is not installed, see `require_math_verify`.
+    From the main thread only, for it sets alarms. Raises UserError where `math-verify` is needed and not installed.
     """
     if answer.strip() == expected.strip():
         return True

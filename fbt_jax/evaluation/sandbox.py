@@ -29,6 +29,7 @@ MEMORY_BYTES = 2**30  # of one process
 FILE_BYTES = 2**24  # of one file; all together may have four times as much
 PROCESSES = 16  # and threads
 _MESSAGE_BYTES = 2000
+_END_SECONDS = 10
 _CHILD = Path(__file__).with_name('sandbox_child.py')
 # A thread pool of a numerical library must not run into the limit of PROCESSES.
 _ENVIRONMENT = {'PATH': '/usr/bin:/bin', 'HOME': '/tmp', 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'}
@@ -70,14 +71,17 @@ def run_program(
         try:
             told = _read(child, time.monotonic() + clock_seconds)
         finally:
-            # Of the group are the child and the first process of the namespace, with which the others there die.
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
             assert child.stdout is not None
             child.stdout.close()
+            child.terminate()  # it ends when all are dead
+            try:
+                child.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
     if told is None:
         return Outcome('timeout', f'{clock_seconds:g} s of clock time')
-    mark, status, message = (told.decode(errors='replace').split(' ', 2) + ['', ''])[:3]
+    mark, status, message, *_ = [*told.decode(errors='replace').split('\n')[0].split(' ', 2), '', '']
     if mark != nonce or status not in ('passed', 'failed', 'error', 'timeout', 'refused'):
         return Outcome('error', 'ended without a verdict')
     if status == 'refused':
