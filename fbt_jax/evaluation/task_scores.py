@@ -25,11 +25,11 @@ class Estimate(NamedTuple):
 
 
 class Paired(NamedTuple):
-    """Of one mode against another on the same items."""
+    """Of one mode against another on the same items; None where items score more than right or wrong."""
 
-    only_first: int  # items that the first alone got right
-    only_second: int
-    p_value: float
+    only_first: int | None  # items that the first alone got right
+    only_second: int | None
+    p_value: float | None
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -122,3 +122,20 @@ def _quality(scores: dict[str, Any]) -> float:
     """By which the temperature is picked: pass@3, as the paper reports, or pass@1 of fewer samples."""
     passed = scores['pass']
     return passed.get('3', passed['1'])['value']
+
+
+def harness_scores(by_mode: dict[str, dict[Any, dict[str, float]]]) -> dict[str, Any]:
+    """Means of what lm-evaluation-harness scored item by item, by mode and metric, and the modes in pairs."""
+    some = next(iter(by_mode.values()))
+    metrics = [name for name in next(iter(some.values())) if all(name in scores for scores in some.values())]
+    values = {mode: {m: [of[item][m] for item in some] for m in metrics} for mode, of in by_mode.items()}
+    scores = {mode: {m: estimate(own[m])._asdict() for m in metrics} for mode, own in values.items()}
+    pairs = []
+    for a, b in itertools.combinations(by_mode, 2):
+        both = [*values[a].get('acc', [0.5]), *values[b].get('acc', [0.5])]
+        paired = (
+            mcnemar(values[a]['acc'], values[b]['acc']) if np.isin(both, (0, 1)).all() else Paired(None, None, None)
+        )
+        differences = {m: difference(values[b][m], values[a][m])._asdict() for m in metrics}
+        pairs.append({'first': a, 'second': b} | paired._asdict() | {'second_less_first': differences})
+    return {'items': len(some), 'scores': scores, 'pairs': pairs}

@@ -1,8 +1,8 @@
 """Generates and judges the answers to a task's items, in each mode and at each temperature.
 
-A sample draws by (seed, task, item, sample) alone, so that neither the batch size nor the number of processes, nor where
-a killed evaluation went on, changes it; modes and temperatures draw the same noise. Process 0 judges, in threads where
-programs are run: little work beside the decoding, and one place that writes.
+A sample draws by (seed, task, item, sample) alone, so that neither the batch size nor the number of processes, nor
+where a killed evaluation went on, changes it; modes and temperatures draw the same noise. Process 0 judges, in threads
+where programs are run: little work beside the decoding, and one place that writes.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def evaluate_generative(run: Run, name: str, settings: Settings, out: Path, made
 
     def prepare() -> None:
         require_sandbox() if task.runs_programs else require_math_verify()
-        own = {'max_tokens': max_tokens, 'seed': settings.seed, 'shots': read.shots}
+        own: dict[str, Any] = {'max_tokens': max_tokens, 'seed': settings.seed, 'shots': read.shots}
         own |= {'items': hashlib.sha256(repr(read.items).encode()).hexdigest()[:16]}
         require_settings(out, name, made_by | own)
 
@@ -89,8 +89,8 @@ def _fitting(run: Run, name: str, items: Sequence[Item], max_tokens: int, sample
     ]
     if not asked:
         raise UserError(
-            f'{name}: its shortest prompt has {min(map(len, encoded))} tokens, which with --max-tokens={max_tokens} are '
-            f'more than the trained context of {run.config.data.seq_len}: take fewer, or fewer --shots'
+            f'{name}: its shortest prompt of {min(map(len, encoded))} tokens and --max-tokens={max_tokens} are more '
+            f'than the trained context of {run.config.data.seq_len}: take fewer, or fewer --shots'
         )
     return asked
 

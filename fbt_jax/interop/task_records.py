@@ -51,6 +51,10 @@ class Records:
             file.flush()
             os.fsync(file.fileno())
 
+    def write(self, records: Iterable[dict[str, Any]]) -> None:
+        """All of them at once, or, after a kill, none."""
+        replace(self._path, ''.join(json.dumps(record) + '\n' for record in records))
+
 
 def require_settings(out: Path, task: str, settings: dict[str, Any]) -> None:
     """Notes down what the records of `task` depend on.
