@@ -56,10 +56,11 @@ def estimate(scores_I: Sequence[float]) -> Estimate:
 
 
 def difference(first_I: Sequence[float], second_I: Sequence[float]) -> Estimate:
-    """The mean of first - second, paired: the same items are drawn for both."""
+    """The mean of first - second, paired: the same items are drawn for both. No interval where all items agree."""
     differences = np.subtract(first_I, second_I)
     found = ratios(differences[None], np.ones(len(differences)))
-    return Estimate(float(found.value_C[0]), ends_of(found.low_C[0], found.high_C[0]))
+    told = np.ptp(differences) > 0
+    return Estimate(float(found.value_C[0]), ends_of(found.low_C[0], found.high_C[0]) if told else None)
 
 
 def mcnemar(first_I: Sequence[float], second_I: Sequence[float]) -> Paired:
