@@ -195,7 +195,8 @@ def _mbpp_ask(row: dict[str, Any]) -> str:
 
 
 def _mbpp_expected(row: dict[str, Any]) -> str:
-    lines = [row.get('test_setup_code') or '', *row.get('test_imports', ()), PLACE, *row['test_list']]
+    # The set-up comes after the output: it may build on what is defined there.
+    lines = [*row.get('test_imports', ()), PLACE, row.get('test_setup_code') or '', *row['test_list']]
     return '\n'.join(lines) + '\n'
 
 
