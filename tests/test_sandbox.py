@@ -1,12 +1,14 @@
 """The sandbox against programs that do harm, each seen from outside; and against ones that claim to have passed."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,12 +20,19 @@ from fbt_jax.evaluation import sandbox
 from fbt_jax.evaluation.sandbox import Outcome, require_sandbox, run_program
 
 
+MARK = f'sandbox_child_{os.getpid()}.py'  # in the command lines of our own sandboxes alone
+
+
 @pytest.fixture(scope='module', autouse=True)
-def needs_a_sandbox() -> None:
+def needs_a_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    child = sandbox._CHILD
+    sandbox._CHILD = Path(shutil.copy(child, tmp_path_factory.mktemp('child') / MARK))
     try:
         require_sandbox()
     except UserError as error:
         pytest.skip(str(error))
+    yield
+    sandbox._CHILD = child
 
 
 def quick(program: str, clock_seconds: float = 20) -> Outcome:
@@ -39,10 +48,6 @@ def processes_with(mark: str) -> list[str]:
         except OSError:
             continue
     return [line for line in found if mark in line]
-
-
-def folders() -> set[str]:
-    return {path.name for path in Path(sandbox.tempfile.gettempdir()).glob('fbt_sandbox*')}
 
 
 def test_what_comes_to_its_end_has_passed() -> None:
@@ -144,7 +149,7 @@ def test_a_fork_bomb_stays_small_and_dies(kind: str) -> None:
     def watch() -> None:
         nonlocal most
         while not done.wait(0.02):
-            most = max(most, len(processes_with('sandbox_child.py')))
+            most = max(most, len(processes_with(MARK)))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -153,7 +158,7 @@ def test_a_fork_bomb_stays_small_and_dies(kind: str) -> None:
     watcher.join()
     assert outcome.status in ('timeout', 'error')
     assert 1 <= most <= sandbox.PROCESSES + 3  # two of them are ours; one may be about to end
-    assert processes_with('sandbox_child.py') == []
+    assert processes_with(MARK) == []
 
 
 def test_a_process_that_went_into_the_background_is_dead(tmp_path: Path) -> None:
@@ -162,7 +167,7 @@ def test_a_process_that_went_into_the_background_is_dead(tmp_path: Path) -> None
         '        while True: time.sleep(0.1)\n    os._exit(0)\n'
     )
     assert quick(program) == ('passed', '')
-    assert processes_with('sandbox_child.py') == []
+    assert processes_with(MARK) == []
     other = 'import subprocess; subprocess.Popen(["/bin/sleep", "4242"], start_new_session=True)'
     assert quick(other) == ('passed', '')
     assert processes_with('sleep 4242') == []
@@ -217,28 +222,31 @@ def test_rights_are_gone() -> None:
     assert quick('import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0').status == 'failed'
 
 
-def test_nothing_is_left_behind_and_many_run_at_once() -> None:
-    before = folders()
+def test_nothing_is_left_behind_and_many_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.tempfile, 'tempdir', str(tmp_path))
     programs = [f'assert {n} % 3' for n in range(12)] + ['while True: pass']
     with ThreadPoolExecutor(4) as pool:
         outcomes = list(pool.map(quick, programs))
     assert [o.status for o in outcomes] == ['passed' if n % 3 else 'failed' for n in range(12)] + ['timeout']
-    assert folders() == before
+    assert list(tmp_path.iterdir()) == []
     assert len(os.listdir('/proc/self/fd')) < 200  # noqa: PTH208
 
 
 def test_whoever_started_it_takes_it_along() -> None:
     """A killed evaluation leaves no program behind."""
-    code = "from fbt_jax.evaluation.sandbox import run_program; run_program('import time; time.sleep(4243)')"
+    code = (
+        'import pathlib; import fbt_jax.evaluation.sandbox as s; '
+        f"s._CHILD = pathlib.Path({str(sandbox._CHILD)!r}); s.run_program('import time; time.sleep(4243)')"
+    )
     parent = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT)
     deadline = time.monotonic() + 30
-    while len(processes_with('sandbox_child.py')) < 3 and time.monotonic() < deadline:
+    while len(processes_with(MARK)) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    while processes_with('sandbox_child.py') and time.monotonic() < deadline:
+    while processes_with(MARK) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert processes_with('sandbox_child.py') == []
+    assert processes_with(MARK) == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason='only root can become somebody else')
