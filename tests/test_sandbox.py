@@ -19,7 +19,6 @@ from fbt_jax.errors import UserError
 from fbt_jax.evaluation import sandbox
 from fbt_jax.evaluation.sandbox import Outcome, require_sandbox, run_program
 
-
 MARK = f'sandbox_child_{os.getpid()}.py'  # in the command lines of our own sandboxes alone
 
 
@@ -29,10 +28,11 @@ def needs_a_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     sandbox._CHILD = Path(shutil.copy(child, tmp_path_factory.mktemp('child') / MARK))
     try:
         require_sandbox()
+        yield
     except UserError as error:
         pytest.skip(str(error))
-    yield
-    sandbox._CHILD = child
+    finally:
+        sandbox._CHILD = child
 
 
 def quick(program: str, clock_seconds: float = 20) -> Outcome:
