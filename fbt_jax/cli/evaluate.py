@@ -3,10 +3,17 @@
   fbt evaluate --workdir=runs/tiny --passes=1,2,3,30 --rows=64 --json=losses.json --plot=losses.png
   fbt evaluate --workdir=runs/word_problem --passes=1,4,12
   fbt evaluate --workdir=runs/tiny --against=runs/baseline
+  fbt evaluate --workdir=runs/fbt_1b --tasks=gsm8k,math500 --task-files=benchmarks --json=scores.json
+  fbt evaluate --workdir=runs/fbt_1b --tasks=humaneval,mbpp --samples=10 --temperatures=0.3,0.5,0.7
+  fbt evaluate --workdir=runs/fbt_1b --tasks=arc_easy,piqa,mmlu --shots=5 --task-files=benchmarks
 
 Prints loss, perplexity and bits per byte after each number of passes over the run's validation rows, with 95 %
 intervals by a bootstrap over documents and paired differences; for rows that aren't text, accuracy by position.
 `passes` counts the first, plain one. A loss that depends on tokens after its target ends with status 1.
+
+With --tasks: benchmark tasks in the three modes instead, with paired tests between them and a record of each item;
+the same command again goes on where it was killed. gsm8k, math500, humaneval and mbpp are generated and judged,
+programs in a sandbox; every other name is one of lm-evaluation-harness. FOLDER/TASK/test.jsonl has the items.
 """
 
 import argparse
@@ -32,10 +39,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--against', metavar='DIR', help='another run: paired differences on the same documents')
     parser.add_argument('--json', metavar='FILE', help='write the figures there too')
     parser.add_argument('--plot', metavar='FILE.png', help='draw the loss over training and by number of passes')
+    tasks = parser.add_argument_group('tasks')
+    tasks.add_argument('--tasks', metavar='NAME,NAME', help='gsm8k, math500, humaneval, mbpp, arc_easy, mmlu, ...')
+    tasks.add_argument('--task-files', metavar='FOLDER', help='where items are (default: packages that bring them)')
+    tasks.add_argument('--modes', metavar='MODE,MODE', help='default: standard,soft,fused')
+    tasks.add_argument('--fused-passes', type=int, metavar='F', help='for mode fused (default: 1)')
+    tasks.add_argument('--shots', type=int, metavar='N', help="examples before each item (default: the task's)")
+    tasks.add_argument('--limit', type=int, metavar='N', help='the first items only')
+    tasks.add_argument('--samples', type=int, metavar='N', help='answers to each item, for pass@k (default: 1)')
+    tasks.add_argument('--temperatures', metavar='X,X', help='default: 0, greedy')
+    tasks.add_argument('--max-tokens', type=int, metavar='N', help="of an answer (default: the task's)")
+    tasks.add_argument('--batch-size', type=int, metavar='N', help='rows at a time (default: 8)')
+    tasks.add_argument('--seed', type=int, metavar='N', help='of the samples (default: 0)')
+    tasks.add_argument('--out', metavar='FOLDER', help='for the records (default: DIR/tasks/stepN)')
+
+
+TASK_FLAGS = (
+    'task_files', 'modes', 'fused_passes', 'shots', 'limit', 'samples', 'temperatures', 'max_tokens', 'batch_size',
+    'seed', 'out',
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     no_more_arguments(rest)
+    if args.tasks is not None:
+        return _run_tasks(args)
+    for flag in TASK_FLAGS:
+        if getattr(args, flag) is not None:
+            raise UserError(f'--{flag.replace("_", "-")}={getattr(args, flag)}: has no effect without --tasks')
     if args.rows < 0:
         raise UserError(f'--rows={args.rows}: must not be negative')
     passes = None if args.passes is None else _passes(args.passes)
@@ -44,6 +75,39 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     with processes():
         _evaluate(args, passes)
     return 0
+
+
+def _run_tasks(args: argparse.Namespace) -> int:
+    for flag in ('passes', 'rows', 'against', 'plot'):
+        if getattr(args, flag):
+            raise UserError(f'--{flag}={getattr(args, flag)}: has no effect with --tasks')
+    require_outputs(args)
+    named = {'modes': str, 'temperatures': float}
+    given: dict[str, Any] = {name: getattr(args, name) for name in TASK_FLAGS if getattr(args, name) is not None}
+    for name, kind in named.items():
+        if name in given:
+            given[name] = _list(name, given[name], kind)
+    given['files'] = given.pop('task_files', None)
+    with processes():
+        from fbt_jax.interop.task_settings import Settings
+        from fbt_jax.interop.task_tables import task_lines
+        from fbt_jax.interop.tasks import evaluate_tasks
+        from fbt_jax.training.processes import is_primary
+
+        settings = Settings(tuple(args.tasks.split(',')), step=args.step, **given)
+        figures = evaluate_tasks(args.workdir, settings)
+        if is_primary():
+            print(*task_lines(figures), sep='\n')
+            if args.json:
+                Path(args.json).write_text(json.dumps(figures, indent=2) + '\n')
+    return 0
+
+
+def _list(flag: str, text: str, kind: type) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(','))
+    except ValueError:
+        raise UserError(f'--{flag}={text}: must be numbers, such as 0.3,0.5,0.7') from None
 
 
 def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:

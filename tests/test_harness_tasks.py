@@ -1,0 +1,319 @@
+"""Tasks of lm-evaluation-harness from local files, offline: rows made up in the public layouts, scores by hand."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ['HF_HUB_OFFLINE'] = '1'  # read when the harness's libraries are imported
+
+import numpy as np
+import pytest
+from helpers_data import write_jsonl
+from helpers_e2e import TEXT, finish, start, train, write_config
+from helpers_run import make_run
+from test_e2e_processes import environments
+
+from fbt_jax.errors import UserError
+from fbt_jax.evaluation.task_scores import harness_scores, mcnemar
+
+pytest.importorskip('lm_eval')
+import datasets
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from fbt_jax.interop import harness_tasks
+from fbt_jax.interop.harness_tasks import evaluate_harness, load_task, local_files
+from fbt_jax.interop.task_settings import Settings
+from fbt_jax.interop.task_tables import task_lines
+
+COLOURS = {'text': ['red', 'blue', 'yellowish'], 'label': ['A', 'B', 'C']}
+# Of each task: the split that it scores, a row in the public layout; then by hand its prompt, choices and target.
+ROWS: dict[str, tuple[str, dict[str, Any], str, Any, Any]] = {
+    'arc_easy': (
+        'test',
+        {'id': 'x', 'question': 'Which is like the sky?', 'choices': COLOURS, 'answerKey': 'B'},
+        'Question: Which is like the sky?\nAnswer:',
+        ['red', 'blue', 'yellowish'],
+        1,
+    ),
+    'piqa': (
+        'validation',
+        {'goal': 'Open a jar', 'sol1': 'Twist the lid', 'sol2': 'Sing to it', 'label': 0},
+        'Question: Open a jar\nAnswer:',
+        ['Twist the lid', 'Sing to it'],
+        0,
+    ),
+    'hellaswag': (
+        'validation',
+        {
+            'ind': 1,
+            'activity_label': 'Baking',
+            'ctx_a': 'She mixes flour.',
+            'ctx_b': 'then she',
+            'ctx': 'She mixes flour. then she',
+            'endings': ['bakes it.', 'flies.', 'sings.', 'sleeps for a week.'],
+            'label': '0',
+        },
+        'Baking: She mixes flour. Then she',
+        ['bakes it.', 'flies.', 'sings.', 'sleeps for a week.'],
+        0,
+    ),
+    'winogrande': (
+        'validation',
+        {
+            'sentence': 'The cup missed the bag because _ was small.',
+            'option1': 'the cup',
+            'option2': 'the bag',
+            'answer': '2',
+        },
+        1,
+        ['The cup missed the bag because the cup', 'The cup missed the bag because the bag'],
+        'was small.',
+    ),
+    'boolq': (
+        'validation',
+        {'question': 'is grass green', 'passage': 'Grass is green.', 'idx': 0, 'label': 1},
+        'Grass is green.\nQuestion: is grass green?\nAnswer:',
+        ['no', 'yes'],
+        1,
+    ),
+    'openbookqa': (
+        'test',
+        {'id': 'x', 'question_stem': 'The sky is', 'choices': COLOURS, 'answerKey': 'B'},
+        'The sky is',
+        ['red', 'blue', 'yellowish'],
+        1,
+    ),
+    'copa': (
+        'validation',
+        {
+            'premise': 'It rained.',
+            'choice1': 'We sang.',
+            'choice2': 'We got wet.',
+            'question': 'effect',
+            'idx': 0,
+            'label': 1,
+        },
+        'It rained therefore',
+        [' we sang.', ' we got wet.'],
+        ' we got wet.',
+    ),
+    'rte': (
+        'validation',
+        {'sentence1': 'Ann ate an apple.', 'sentence2': 'Ann ate fruit.', 'label': 0, 'idx': 0},
+        'Ann ate an apple.\nQuestion: Ann ate fruit. True or False?\nAnswer:',
+        ['True', 'False'],
+        0,
+    ),
+    'truthfulqa_mc2': (
+        'validation',
+        {
+            'question': 'Can pigs fly?',
+            'mc1_targets': {'choices': ['No', 'Yes'], 'labels': [1, 0]},
+            'mc2_targets': {'choices': ['No', 'Not at all', 'Yes'], 'labels': [1, 1, 0]},
+        },
+        'Q: Can pigs fly?\nA:',
+        ['No', 'Not at all', 'Yes'],
+        0,
+    ),
+    'mmlu_anatomy': (
+        'test',
+        {'question': 'How many thumbs? ', 'subject': 'anatomy', 'choices': ['1', '2', '3', '4'], 'answer': 1},
+        'How many thumbs?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:',
+        ['A', 'B', 'C', 'D'],
+        1,
+    ),
+    'lambada_openai': ('test', {'text': 'She opened the old door'}, 'She opened the old', None, ' door'),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', str(tmp_path / 'datasets'))
+
+
+@pytest.fixture(scope='module')
+def manager() -> TaskManager:
+    return TaskManager()
+
+
+def write(folder: Path, leaf: str, **splits: list[dict[str, Any]]) -> Path:
+    (folder / leaf).mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        write_jsonl(folder / leaf / f'{split}.jsonl', rows)
+    return folder
+
+
+@pytest.mark.parametrize('leaf', ROWS)
+def test_local_rows_take_the_place_of_a_download(leaf: str, tmp_path: Path, manager: TaskManager) -> None:
+    split, row, prompt, choices, target = ROWS[leaf]
+    write(tmp_path, leaf, **{split: [row]})
+    files = local_files(leaf, str(tmp_path))
+    assert files == ('json', {split: str(tmp_path / leaf / f'{split}.jsonl')})
+    task = load_task(manager, leaf, files)
+    (doc,) = task.eval_docs
+    told = task.doc_to_text(doc)
+    assert told.endswith(prompt) if isinstance(prompt, str) else told == prompt
+    assert choices is None or list(task.doc_to_choice(doc)) == choices
+    assert task.doc_to_target(doc) == target
+
+
+def test_files_may_be_of_other_kinds(tmp_path: Path, manager: TaskManager) -> None:
+    rows = [ROWS['piqa'][1] | {'goal': f'Open jar {n}'} for n in range(3)]
+    (tmp_path / 'a' / 'piqa').mkdir(parents=True)
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / 'a' / 'piqa' / 'validation.parquet'))
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / 'b' / 'piqa' / 'validation'))
+    for name, kind in (('a', 'parquet'), ('b', 'arrow')):
+        files = local_files('piqa', str(tmp_path / name))
+        assert files is not None
+        assert files.kind == kind
+        assert [doc['goal'] for doc in load_task(manager, 'piqa', files).eval_docs] == [r['goal'] for r in rows]
+    write(tmp_path / 'b', 'piqa', train=rows)
+    with pytest.raises(UserError, match='has files of several kinds'):
+        local_files('piqa', str(tmp_path / 'b'))
+
+
+class Lengths(LM):
+    """Likes short continuations, in mode soft long ones; counts its requests."""
+
+    asked = 0
+
+    def __init__(self, run: Any, *, mode: str, batch_size: int, fused_passes: int | None) -> None:
+        super().__init__()
+        self._sign = 1 if mode == 'soft' else -1
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        Lengths.asked += len(requests)
+        return [(self._sign * len(r.args[1]) - 99.0, False) for r in requests]
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        raise NotImplementedError
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch, manager: TaskManager) -> type[Lengths]:
+    """Also one index of the harness's tasks for all tests: it takes seconds to make."""
+    monkeypatch.setattr(harness_tasks, 'FbtLM', Lengths)
+    monkeypatch.setattr('lm_eval.tasks.TaskManager', lambda include_path: manager)
+    Lengths.asked = 0
+    return Lengths
+
+
+def questions(keys: str, number: int = 0) -> list[dict[str, Any]]:
+    row = ROWS['arc_easy'][1]
+    return [row | {'question': f'{number} {n}?', 'answerKey': key} for n, key in enumerate(keys)]
+
+
+def test_scores_and_records_of_a_group(tmp_path: Path, lengths: type[Lengths]) -> None:
+    """'red' is the shortest, 'yellowish' the longest; the group counts items, not tasks."""
+    files = write(tmp_path / 'files', 'arc_easy', test=questions('AACB'))
+    write(files, 'arc_challenge', test=questions('CC', 1))
+    asked = Settings(('ai2_arc', 'arc_easy'), ('standard', 'soft'), str(files))
+    out = tmp_path / 'out'
+    out.mkdir()
+    run = make_run()
+    found = evaluate_harness(run, list(asked.tasks), asked, out, {'step': 7})
+    assert lengths.asked == 6 * 3 * 2  # a task that is asked for twice is done once
+    group = found['ai2_arc']
+    assert group['items'] == 6
+    assert {mode: scores['acc']['value'] for mode, scores in group['scores'].items()} == {
+        'standard': pytest.approx(2 / 6),
+        'soft': pytest.approx(3 / 6),
+    }
+    assert found['arc_easy']['scores']['soft']['acc']['value'] == 1 / 4
+    (pair,) = group['pairs']
+    assert (pair['only_first'], pair['only_second']) == (2, 3)
+    assert pair['p_value'] == mcnemar([1, 1, 0, 0, 0], [0, 0, 1, 1, 1]).p_value
+    rows = [json.loads(line) for line in (out / 'arc_easy-soft.jsonl').open()]
+    assert [(r['item'], r['verdict']) for r in rows] == [(0, 'wrong'), (1, 'wrong'), (2, 'correct'), (3, 'wrong')]
+    assert rows[0]['prompt'][2] == ['Question: 0 0?\nAnswer:', ' yellowish']
+    assert rows[0]['output'][2] == [10 - 99.0, False]
+    again = evaluate_harness(run, list(asked.tasks), asked, out, {'step': 7})
+    assert again == found
+    assert lengths.asked == 6 * 3 * 2
+    lines = task_lines({'workdir': 'runs/x', 'step': 7, 'out': 'o', 'tasks': found})
+    assert any(line.startswith('soft less standard: acc +0.167') for line in lines)
+    write(files, 'arc_easy', test=questions('AAAA'))
+    with pytest.raises(UserError, match='arc_easy made otherwise: files was'):
+        evaluate_harness(run, ['arc_easy'], asked, out, {'step': 7})
+
+
+def test_examples_and_limits_are_the_harness_s(tmp_path: Path, lengths: type[Lengths]) -> None:
+    files = write(tmp_path / 'files', 'arc_easy', test=questions('AAAA'), train=questions('BBBB', 9))
+    (tmp_path / 'out').mkdir()
+    asked = Settings(('arc_easy',), ('standard',), str(files), shots=2, limit=3)
+    found = evaluate_harness(make_run(), ['arc_easy'], asked, tmp_path / 'out', {})
+    assert (found['arc_easy']['items'], found['arc_easy']['scores']['standard']['acc']['value']) == (3, 1.0)
+    row = json.loads((tmp_path / 'out' / 'arc_easy-standard.jsonl').read_text().splitlines()[0])
+    assert row['prompt'][0][0].count('Answer: blue\n\nQuestion:') == 2
+
+
+def test_what_is_not_there_is_told(tmp_path: Path, lengths: type[Lengths], manager: TaskManager) -> None:
+    with pytest.raises(UserError, match=r'no arc_easy/validation\.jsonl or arc_easy/test\.jsonl there'):
+        evaluate_harness(make_run(), ['arc_easy'], Settings(('arc_easy',), ('soft',), str(tmp_path)), tmp_path, {})
+    with pytest.raises(UserError, match='nothing_like_it: no such task'):
+        evaluate_harness(make_run(), ['nothing_like_it'], Settings(('x',), ('soft',)), tmp_path, {})
+    with pytest.raises(UserError, match=r'social_iqa: .*; give --task-files=FOLDER with social_iqa/validation\.jsonl'):
+        load_task(manager, 'social_iqa', None)
+    write(tmp_path, 'piqa', validation=[{'nothing': 1}])
+    with pytest.raises(UserError, match='piqa: '):
+        load_task(manager, 'piqa', local_files('piqa', str(tmp_path)))
+
+
+def test_scores_that_are_not_right_or_wrong_have_no_mcnemar() -> None:
+    found = harness_scores({'a': {1: {'acc': 0.25}, 2: {'acc': 1.0}}, 'b': {1: {'acc': 0.5}, 2: {'acc': 1.0}}})
+    assert found['scores']['a']['acc']['value'] == 0.625
+    (pair,) = found['pairs']
+    assert (pair['p_value'], pair['second_less_first']['acc']['value']) == (None, 0.125)
+
+
+@pytest.mark.slow
+def test_mmlu_is_scored_over_all_its_subjects(tmp_path: Path, lengths: type[Lengths], manager: TaskManager) -> None:
+    leaves = list(harness_tasks._leaves(manager, 'mmlu'))
+    assert len(leaves) == 57
+    files, row = tmp_path / 'files', ROWS['mmlu_anatomy'][1]
+    for n, leaf in enumerate(leaves):
+        write(files, leaf, test=[row | {'answer': n % 4}] * (1 + n % 2), dev=[row] * 5)
+    (tmp_path / 'out').mkdir()
+    asked = Settings(('mmlu',), ('standard',), str(files), shots=1)
+    found = evaluate_harness(make_run(), ['mmlu'], asked, tmp_path / 'out', {})['mmlu']
+    assert found['items'] == 57 + 28
+    # All choices are as long: the first is taken.
+    assert found['scores']['standard']['acc']['value'] == pytest.approx(15 / 85)
+
+
+@pytest.mark.slow
+def test_the_command_in_one_and_two_processes(tmp_path: Path) -> None:
+    train(write_config(tmp_path), tmp_path / 'run', *TEXT, '--config.training.steps=20')
+    files = write(tmp_path / 'files', 'arc_easy', test=questions('ABCA'))
+    write(files, 'copa', validation=[ROWS['copa'][1] | {'label': n % 2, 'idx': n} for n in range(3)])
+
+    def ask(out: str, *more: str, **extra: str) -> Any:
+        arguments = [
+            f'--workdir={tmp_path}/run',
+            '--tasks=arc_easy,copa',
+            f'--task-files={files}',
+            '--modes=standard,fused',
+        ]
+        extra |= {'HF_HOME': str(tmp_path / 'home')}
+        return start(
+            'evaluate', *arguments, f'--out={tmp_path}/{out}', f'--json={tmp_path}/{out}.json', *more, extra=extra
+        )
+
+    one, two = ask('one'), [ask('two', '--batch-size=3', **extra) for extra in environments(2)]
+    done = [finish(process) for process in (one, *two)]
+    assert [d.status for d in done] == [0, 0, 0], done[1].text
+    rows = [
+        [json.loads(line) for path in sorted((tmp_path / out).glob('*.jsonl')) for line in path.open()]
+        for out in ('one', 'two')
+    ]
+    assert len(rows[0]) == 2 * (4 + 3)
+    for a, b in zip(*rows, strict=True):
+        assert (a['item'], a['verdict'], a['scores']) == (b['item'], b['verdict'], b['scores'])
+        np.testing.assert_allclose([x[0] for x in a['output']], [x[0] for x in b['output']], rtol=1e-5)
+    figures = [json.loads((tmp_path / f'{out}.json').read_text())['tasks'] for out in ('one', 'two')]
+    assert figures[0] == figures[1]

