@@ -24,8 +24,8 @@ SAMPLES = 32  # positions at which the one-token map is looked at
 ROLLOUTS, ROLLOUT_TOKENS = 8, 1000
 
 
-def contraction_figures(workdir: str, *, passes: int) -> dict[str, Any]:
-    """The feedback map of a run's newest checkpoint over its validation rows, iterated to `passes` passes.
+def contraction_figures(workdir: str, *, passes: int, step: int | None = None) -> dict[str, Any]:
+    """The feedback map of a run's checkpoint (default: the newest) over validation rows, iterated to `passes` passes.
 
     Returns what `fbt diagnose --json` writes: loss (nats/token), update_norm (None for pass 1) and state_norm by
     pass, the verdict's fields, singular values of the one-token map, state norms of soft rollouts. All processes
@@ -34,7 +34,7 @@ def contraction_figures(workdir: str, *, passes: int) -> dict[str, Any]:
     Raises:
       UserError: no trained feedback, no validation data, or too few positions that are far enough into a document.
     """
-    trained = load_run(workdir)
+    trained = load_run(workdir, step)
     config = trained.config
     if not trained.trained_feedback:
         raise UserError(f'{workdir}: was trained without feedback (one pass only), so there is no map to iterate')
