@@ -84,12 +84,8 @@ def training_figures(rows: Sequence[Row], bands: Sequence[Band]) -> list[Figure]
             curve(train, 'tokens_per_second', 'tokens per second'),
         ),
         Figure('mfu', 'Utilisation', 'step', "MFU, share of the devices' peak", curve(train, 'mfu', 'MFU')),
-        Figure(
-            'gradient', 'Gradient norm', 'step', 'norm before clipping', curve(train, 'grad_norm', 'gradient norm')
-        ),
-        Figure(
-            'updates', 'Update norm over training', 'step', 'RMS of hᵏ − hᵏ⁻¹', updates
-        ),
+        Figure('gradient', 'Gradient norm', 'step', 'norm before clipping', curve(train, 'grad_norm', 'gradient norm')),
+        Figure('updates', 'Update norm over training', 'step', 'RMS of hᵏ − hᵏ⁻¹', updates),
     ]
     return [figure for figure in made if figure.traces]
 
@@ -164,11 +160,23 @@ def pass_figure(intervals: dict[str, Any], loss_K: np.ndarray) -> Figure:
     low, high = ([None if e is None else e[i] for e in ends] for i in (0, 1))
     known = not any(e is None for e in ends)
     trace = Trace(
-        'validation', passes, [float(loss_K[k - 1]) for k in passes], 0, 'line', low if known else None, high if known else None
+        'validation',
+        passes,
+        [float(loss_K[k - 1]) for k in passes],
+        0,
+        'line',
+        low if known else None,
+        high if known else None,
     )
     note = 'Bars: 95 % intervals over documents. They are much wider than those of the differences, which are paired.'
     return Figure(
-        'passes', 'Validation loss by passes', 'passes', 'loss, nats per token', [trace], note if known else '', whole_x=True
+        'passes',
+        'Validation loss by passes',
+        'passes',
+        'loss, nats per token',
+        [trace],
+        note if known else '',
+        whole_x=True,
     )
 
 
@@ -179,7 +187,13 @@ def position_figure(accuracy_KP: np.ndarray, passes: Sequence[int]) -> Figure:
         for i, k in enumerate(passes)
     ]
     return Figure(
-        'positions', 'Accuracy by position', 'position in the document', 'accuracy', traces, y_range=(0.0, 1.03), whole_x=True
+        'positions',
+        'Accuracy by position',
+        'position in the document',
+        'accuracy',
+        traces,
+        y_range=(0.0, 1.03),
+        whole_x=True,
     )
 
 
@@ -193,7 +207,13 @@ def difference_histogram(differences: np.ndarray, passes: int) -> Figure:
     trace = Trace('share of tokens', centres, share.tolist(), 0, 'bars')
     label = f'loss after {of_passes(passes)} less loss after 1, nats'
     return Figure(
-        'differences', 'How much tokens change', label, 'share of tokens', [trace], 'Left of the line: cheaper with feedback.', x_line=0.0
+        'differences',
+        'How much tokens change',
+        label,
+        'share of tokens',
+        [trace],
+        'Left of the line: cheaper with feedback.',
+        x_line=0.0,
     )
 
 

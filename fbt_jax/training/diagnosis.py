@@ -49,7 +49,7 @@ def contraction_figures(workdir: str, *, passes: int, step: int | None = None) -
         batches = (b for name in data.validation for b in validation_batches(data, name, mesh, size, max_rows=ROWS))
         found = iterate(iteration, trained.params, batches, passes=passes)
         verdict = judge(found, trained_passes=config.passes.max_passes, dtype=compute_dtype(trained.model.config))
-        one_token = _one_token(trained, _pieces(data), num_passes=passes)
+        one_token = _one_token(trained, pieces_of(data), num_passes=passes)
     return {
         'workdir': workdir,
         'step': trained.step,
@@ -64,7 +64,7 @@ def contraction_figures(workdir: str, *, passes: int, step: int | None = None) -
     }
 
 
-def _pieces(data: Any) -> list[Any]:
+def pieces_of(data: Any) -> list[Any]:
     """The tokens of the longest piece of each of SAMPLES validation rows, evenly spread."""
     found = []
     for rows in data.validation.values():
