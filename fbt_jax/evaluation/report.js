@@ -20,7 +20,7 @@ function traceOf(trace, number, figure) {
   if (trace.style === 'bars') return { ...own, type: 'bar', marker: { color: ink }, hovertemplate: '%{y:.4~g}<extra></extra>' };
   const thin = trace.style === 'thin';
   const dash = { dash: 'dash', dot: 'dot' }[trace.style] || 'solid';
-  const few = !thin && trace.x.length <= 60;
+  const few = trace.style === 'line' && trace.x.length <= 60;
   const made = {
     ...own, type: 'scatter', mode: few ? 'lines+markers' : 'lines', opacity: thin ? 0.4 : 1,
     line: { color: ink, width: thin ? 1 : 2, dash }, marker: { size: 5, color: ink }, hovertemplate: '%{y:.5~g}',
@@ -65,8 +65,8 @@ function layoutOf(figure, width) {
     shapes.push({ type: 'line', xref: 'x', yref: 'paper', x0: figure.x_line, x1: figure.x_line, y0: 0, y1: 1, line: { color: series(1), dash: 'dash', width: 2 } });
   }
   return {
-    width, height: plotOf(figure).clientHeight, margin: { l: 56, r: 14, t: 24, b: 44 }, xaxis: x, yaxis: y, shapes, annotations, showlegend: false,
-    paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', bargap: 0.08, hovermode: 'x unified',
+    width, height: plotOf(figure).clientHeight || 270, margin: { l: 56, r: 14, t: 24, b: 44 }, xaxis: x, yaxis: y, shapes, annotations, showlegend: false,
+    paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', bargap: 0.08, barmode: 'overlay', hovermode: 'x unified',
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour('ink') },
     hoverlabel: { bgcolor: colour('panel'), bordercolor: colour('rule'), font: { color: colour('ink') }, namelength: -1 },
     dragmode: matchMedia('(pointer: coarse)').matches ? false : 'zoom',
@@ -80,16 +80,16 @@ function draw(figure, width) {
   drawLegend(figure);
 }
 
-function drawAll(width) {
-  if (window.Plotly) figures.forEach((figure) => draw(figure, width));
+function drawAll(widthOf) {
+  if (window.Plotly) figures.forEach((figure) => draw(figure, widthOf?.(figure)));
 }
 
 // A legend of buttons: it wraps, and takes the keyboard.
 function drawLegend(figure) {
   if (figure.traces.length < 2) return;
   const plot = plotOf(figure);
-  let legend = plot.previousElementSibling;
-  if (!legend.classList.contains('legend')) {
+  let legend = plot.parentElement.querySelector('.legend');
+  if (!legend) {
     legend = document.createElement('div');
     legend.className = 'legend';
     figure.hidden = new Set();
@@ -104,7 +104,7 @@ function drawLegend(figure) {
       });
       legend.append(button);
     });
-    plot.before(legend);
+    plot.after(legend);
   }
   figure.traces.forEach((trace, number) => {
     const button = legend.children[number], line = button.querySelector('line');
@@ -118,7 +118,7 @@ function drawLegend(figure) {
 
 // Arrow keys step through a figure's points.
 function stepThrough(figure) {
-  const plot = plotOf(figure), reading = plot.nextElementSibling;
+  const plot = plotOf(figure), reading = plot.parentElement.querySelector('.reading');
   const xs = [...new Set(figure.traces.flatMap((trace) => trace.x))].sort((a, b) => a - b);
   const number = (value) => (value === null ? 'not finite' : Number(value.toPrecision(5)).toLocaleString('en'));
   let at = -1;
@@ -200,7 +200,7 @@ addEventListener('beforeprint', () => {
   before = { theme: root.dataset.theme, closed };
   root.dataset.theme = 'light';
   closed.forEach((details) => { details.open = true; });
-  drawAll(680);
+  drawAll((figure) => (figure.wide ? 680 : 330));
 });
 addEventListener('afterprint', () => {
   if (!before) return;

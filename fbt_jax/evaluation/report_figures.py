@@ -198,22 +198,20 @@ def position_figure(accuracy_KP: np.ndarray, passes: Sequence[int]) -> Figure:
 
 
 def difference_histogram(differences: np.ndarray, passes: int) -> Figure:
-    """How the tokens' differences are spread; the outermost hundredths are in the outermost bars."""
+    """How the tokens' differences are spread; what lies beyond the outermost bars is in these."""
     low, high = np.quantile(differences, [0.005, 0.995])
     end = max(abs(low), abs(high), 1e-6)
-    counts, edges = np.histogram(np.clip(differences, -end, end), bins=41, range=(-end, end))
-    share = counts / len(differences)
-    centres = ((edges[:-1] + edges[1:]) / 2).tolist()
-    trace = Trace('share of tokens', centres, share.tolist(), 0, 'bars')
+    counts, edges = np.histogram(np.clip(differences, -end, end), bins=40, range=(-end, end))
+    share, centres = (counts / len(differences)).tolist(), ((edges[:-1] + edges[1:]) / 2).tolist()
+    cheaper = Trace('cheaper', centres[:20], share[:20], 0, 'bars')
+    dearer = Trace('dearer', centres[20:], share[20:], 1, 'bars')
     label = f'loss after {of_passes(passes)} less loss after 1, nats'
     return Figure(
         'differences',
         'How much tokens change',
         label,
         'share of tokens',
-        [trace],
-        'Left of the line: cheaper with feedback.',
-        x_line=0.0,
+        [cheaper, dearer],
     )
 
 

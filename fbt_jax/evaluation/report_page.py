@@ -88,11 +88,11 @@ class Sample(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Continuations of one prompt, side by side."""
+    """Continuations of one prompt, the modes side by side, a row for each (setting, samples)."""
 
+    title: str
     prompt: str
-    setting: str
-    samples: Sequence[Sample]
+    rows: Sequence[tuple[str, Sequence[Sample]]]
 
 
 class Token(NamedTuple):
@@ -110,7 +110,14 @@ class Passage(NamedTuple):
     tokens: Sequence[Token]
 
 
-Block = Facts | Text | Table | Figure | Samples | Passage
+class Shades(NamedTuple):
+    """What the colours of passages mean."""
+
+    cheaper: str
+    dearer: str
+
+
+Block = Facts | Text | Table | Figure | Samples | Shades | Passage
 
 
 class Section(NamedTuple):
@@ -198,11 +205,13 @@ def _table(block: Table) -> str:
         cells = ''.join(f'<td>{escape(cell)}</td>' for cell in rest)
         rows.append(f'<tr{marked}><th scope="row">{escape(first)}</th>{cells}</tr>')
     head = ''.join(f'<th scope="col">{escape(cell)}</th>' for cell in block.head)
-    # A table that scrolls by itself must be reachable by keyboard, and have a name then.
-    opened = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(block.caption)}">'
-    caption = '' if block.folded else f'<caption>{escape(block.caption)}</caption>'
-    table = f'{opened}<table>{caption}<thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    return f'<details><summary>{escape(block.caption)}</summary>{table}</details>' if block.folded else table
+    label = escape(block.caption)
+    table = f'<table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    # What scrolls by itself must be reachable by keyboard, and have a name then.
+    scrolled = f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">{table}</div>'
+    if block.folded:
+        return f'<details><summary>{label}</summary>{scrolled}</details>'
+    return f'<div class="table"><p class="caption">{label}</p>{scrolled}</div>'
 
 
 def _figure(block: Figure) -> str:
@@ -256,19 +265,31 @@ def _cell(value: Number) -> str:
 
 
 def _samples(block: Samples) -> str:
-    columns = ''.join(
-        f'<div class="sample"><h4>{escape(sample.mode)}</h4><p class="text">{escape(sample.text)}</p>'
-        f'<p class="remark">{escape(sample.remark)}</p></div>'
-        for sample in block.samples
-    )
-    prompt = f'<h3>{escape(block.setting)}</h3><p class="text prompt">{escape(block.prompt)}</p>'
-    return f'<article class="samples">{prompt}<div class="columns">{columns}</div></article>'
+    rows = []
+    for setting, samples in block.rows:
+        columns = ''.join(
+            f'<div class="sample"><h5>{escape(sample.mode)}</h5><p class="text">{escape(sample.text)}</p>'
+            f'<p class="remark">{escape(sample.remark)}</p></div>'
+            for sample in samples
+        )
+        rows.append(f'<h4>{escape(setting)}</h4><div class="columns">{columns}</div>')
+    prompt = f'<h3>{escape(block.title)}</h3><p class="text prompt">{escape(block.prompt)}</p>'
+    return f'<article class="samples">{prompt}{"".join(rows)}</article>'
 
 
 def shade(difference: float) -> str:
     """The class of a token's colour: c (cheaper) or d (dearer) and how much, or n."""
     size = sum(abs(difference) >= edge for edge in SHADES)
     return f'{"c" if difference < 0 else "d"}{size}' if size else 'n'
+
+
+def _shades(block: Shades) -> str:
+    """From the cheapest to the dearest."""
+    entries = [(f'c{n}', f'{block.cheaper} by {SHADES[n - 1]:g} or more') for n in (3, 2, 1)]
+    entries += [('n', f'within {SHADES[0]:g} nats')]
+    entries += [(f'd{n}', f'{block.dearer} by {SHADES[n - 1]:g} or more') for n in (1, 2, 3)]
+    items = ''.join(f'<li class="{name}">{escape(told)}</li>' for name, told in entries)
+    return f'<ul class="shades" aria-label="What the colours mean">{items}</ul>'
 
 
 def _passage(block: Passage) -> str:
@@ -301,5 +322,6 @@ _BLOCKS: dict[type, Callable[[Any], str]] = {
     Text: _text,
     Table: _table,
     Samples: _samples,
+    Shades: _shades,
     Passage: _passage,
 }

@@ -14,7 +14,7 @@ import numpy as np
 
 from fbt_jax.batch import Batch
 from fbt_jax.evaluation.report_figures import difference_histogram
-from fbt_jax.evaluation.report_page import SHADES, Block, Passage, Table, Text, Token
+from fbt_jax.evaluation.report_page import SHADES, Block, Passage, Shades, Table, Text, Token
 from fbt_jax.losses import token_losses
 from fbt_jax.model.transformer import head_table
 from fbt_jax.passes import multi_pass
@@ -80,6 +80,11 @@ def change_blocks(losses: Losses, name_of: Callable[[int], str]) -> list[Block]:
         Text(summary),
         difference_histogram(difference_N, passes),
         *_named(losses, name_of),
+        Text(
+            f'Each token by its loss after {passes} passes less that after 1, in nats; grey: no loss is counted. Hover, touch '
+            'or arrow keys give the numbers.'
+        ),
+        Shades('cheaper', 'dearer'),
         *_passages(losses, name_of),
     ]
 
@@ -146,6 +151,6 @@ def continuation_columns(found: Sequence[tuple[str, Any]], row: int) -> list[tup
     told = []
     for mode, result in found:
         log_probs = result.log_probs[row]
-        loss = f', {-sum(log_probs) / len(log_probs):.2f} nats a token by its own reckoning' if log_probs else ''
+        loss = f'; {-sum(log_probs) / len(log_probs):.2f} nats per token' if log_probs else ''
         told.append((mode, result.texts[row], f'{len(result.tokens[row])} tokens, {ends[result.finished[row]]}{loss}'))
     return told

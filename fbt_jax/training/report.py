@@ -112,7 +112,8 @@ def _or_why(make: Callable[[], list[Block]]) -> list[Block]:
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith('.') else f'{text}.'
+    text = text if text.endswith('.') else f'{text}.'
+    return text[0].upper() + text[1:] if text.split()[0].isalpha() else text
 
 
 def _rows(workdir: str) -> list[Row]:
@@ -176,7 +177,7 @@ def _map(asked: Asked, trained: Run | None) -> tuple[dict[str, Any] | None, list
             f'{figures["passes"]} tokens into its document, where a pass can still change something.'
         )
         verdict = [Text(f'Verdict: {figures["verdict"]}.', 'verdict'), Text(read)]
-        return [*verdict, Text('; '.join(figures['evidence']) + '.'), *draw.contraction_figures(figures)]
+        return [*verdict, *(Text(_sentence(line)) for line in figures['evidence']), *draw.contraction_figures(figures)]
 
     blocks = _or_why(make)
     return (found[0] if found else None), blocks
@@ -233,20 +234,28 @@ def _continued(trained: Run, prompts: Sequence[Sequence[int]], room: int) -> lis
             ]
             for temperature in (0.0, TEMPERATURE)
         }
-    intro = 'standard feeds nothing back, soft feeds each new token with the state before it, fused reads the prompt so too.'
+    intro = (
+        'Of the modes, standard feeds nothing back; soft feeds each new token with the state before it; fused reads '
+        'the prompt in that way too.'
+    )
     if len(modes) == 1:
         intro = 'The run was trained without feedback, so standard is the only mode.'
-    blocks: list[Block] = [Text(f'{intro} {room} new tokens at most; one seed.')]
+    blocks: list[Block] = [
+        Text(f'{intro} {room} new tokens at most, one seed. Nats per token: the text under the model itself.')
+    ]
     name_of = token_names(trained.tokenizer)
     for number, prompt in enumerate(prompts):
         text = ''.join(name_of(i) for i in prompt if i in _special(trained)) + trained.tokenizer.decode(
             [i for i in prompt if i not in _special(trained)]
         )
-        for temperature, found in drawn.items():
-            way = 'greedy' if temperature == 0 else f'temperature {temperature:g}'
-            setting = f'Prompt {number + 1}, {way} ({len(prompt)} tokens)'
-            columns = [Sample(*column) for column in continuation_columns(found, number)]
-            blocks.append(Samples(text, setting, columns))
+        rows = [
+            (
+                'greedy' if temperature == 0 else f'drawn at temperature {temperature:g}',
+                [Sample(*column) for column in continuation_columns(found, number)],
+            )
+            for temperature, found in drawn.items()
+        ]
+        blocks.append(Samples(f'Prompt {number + 1} ({len(prompt)} tokens)', text, rows))
     return blocks
 
 

@@ -32,9 +32,10 @@ def headline(
     if train:
         last = train[-1]
         tokens, token_passes = last['tokens'], last['token_passes']
-        entries.append(('training tokens', _short(tokens), f'{_short(token_passes)} token-passes'))
-        flops = cumulative_flops(config, np.array(tokens), np.array(token_passes))
-        entries.append(('compute', f'{float(flops):.3g} FLOPs', 'counted from the shapes'))
+        flops = float(cumulative_flops(config, np.array(tokens), np.array(token_passes)))
+        entries.append(
+            ('training tokens', _short(tokens), f'{_short(token_passes)} token-passes, {_power(flops)} FLOPs')
+        )
         entries.append(('time of the steps', _duration(_seconds(train)), 'from the steps that were logged'))
     if figures is not None:
         rate = figures['rate']
@@ -70,7 +71,9 @@ def _loss_facts(config: Config, rows: Sequence[Row], scored: Scored | None) -> l
     facts = []
     for k in dict.fromkeys(shown):
         remark = (
-            f'nats per token; {told}' if k == 1 and told else f'nats per token; {losses[k] - losses[1]:+.4f} to pass 1'
+            f'nats per token; {told}'
+            if k == 1 and told
+            else f'nats per token; {losses[k] - losses[1]:+.4f} from pass 1'
         )
         if k == 1 and not told:
             remark = 'nats per token'
@@ -106,6 +109,11 @@ def _seconds(train: Sequence[Row]) -> float:
     return float(steps @ [row['step_seconds'] or 0.0 for row in train])
 
 
+def _power(value: float) -> str:
+    digits, _, exponent = f'{value:.2e}'.partition('e')
+    return f'{digits} × 10{str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))}'
+
+
 def _duration(seconds: float) -> str:
     minutes, hours = seconds / 60, seconds / 3600
     if hours >= 48:
@@ -136,7 +144,7 @@ def evaluation_table(results: PassResults, passes: Sequence[int], intervals: dic
         'nats per token',
         'perplexity',
         'bits per byte' if text else 'accuracy',
-        'less pass 1',
+        'from pass 1',
         'update norm',
     )
     rows = []
@@ -170,7 +178,7 @@ def config_blocks(config: Config, against: str | None) -> list[Block]:
     own, default = flat_keys(config), flat_keys(Config())
     other = flat_keys(read_config(against)) if against else None
     head = ('key', 'value', 'default', *([against] if against else []))
-    rows, changed, unlike = [], set(), 0
+    rows, changed = [], set()
     for number, key in enumerate(own):
         row = [key, json.dumps(own[key]), json.dumps(default[key])]
         if other is not None:
@@ -211,7 +219,7 @@ def comparison_blocks(against: str, workdir: str) -> list[Block]:
                 rows,
             )
         )
-    return blocks + [Text(f'{note[0].upper()}{note[1:]}.') for note in result.notes]
+    return [*blocks, *(Text(f'{note}.') for note in result.notes)]
 
 
 def difference_block(difference: dict[str, Any]) -> Table:
