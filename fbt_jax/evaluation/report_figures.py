@@ -1,4 +1,4 @@
-"""The figures of `fbt report`, from rows of metrics.jsonl and from what the other verbs find (plots.py for PNG files)."""
+"""The figures of `fbt report`, from rows of metrics.jsonl and what the other verbs find (plots.py makes PNG files)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -187,10 +187,10 @@ def _section(section: Section) -> str:
 
 
 def _facts(block: Facts) -> str:
-    told = (
-        f'<div><dt>{escape(label)}</dt><dd>{escape(value)}{f"<small>{escape(remark)}</small>" if remark else ""}</dd></div>'
-        for label, value, remark in block.entries
-    )
+    told = []
+    for label, value, remark in block.entries:
+        small = f'<small>{escape(remark)}</small>' if remark else ''
+        told.append(f'<div><dt>{escape(label)}</dt><dd>{escape(value)}{small}</dd></div>')
     return f'<dl class="facts">{"".join(told)}</dl>'
 
 

@@ -81,8 +81,8 @@ def change_blocks(losses: Losses, name_of: Callable[[int], str]) -> list[Block]:
         difference_histogram(difference_N, passes),
         *_named(losses, name_of),
         Text(
-            f'Each token by its loss after {passes} passes less that after 1, in nats; grey: no loss is counted. Hover, touch '
-            'or arrow keys give the numbers.'
+            f'Each token by its loss after {passes} passes less that after 1, in nats; grey: no loss is counted. '
+            'Hover, touch or arrow keys give the numbers.'
         ),
         Shades('cheaper', 'dearer'),
         *_passages(losses, name_of),
@@ -120,7 +120,7 @@ def _named(losses: Losses, name_of: Callable[[int], str]) -> list[Table]:
 def _passages(losses: Losses, name_of: Callable[[int], str]) -> list[Passage]:
     """The beginnings of the longest pieces of some rows, evenly spread."""
     count = min(PASSAGES, len(losses.counted_BT))
-    passages = []
+    passages: list[Passage] = []
     for number in range(count):
         row = number * len(losses.counted_BT) // count
         segments_T = losses.segments_BT[row]
@@ -128,13 +128,16 @@ def _passages(losses: Losses, name_of: Callable[[int], str]) -> list[Passage]:
             continue
         at = np.flatnonzero(segments_T == np.argmax(np.bincount(segments_T[segments_T > 0])))[:PASSAGE_TOKENS]
         first = int(losses.inputs_BT[row, at[0]])
-        tokens = [Token(name_of(first), first, ())]
+        tokens, changes = [Token(name_of(first), first, ())], [0.0]
         for t in at:
             target = int(losses.targets_BT[row, t])
-            nll = losses.nll_KBT[:, row, t].tolist() if losses.counted_BT[row, t] else ()
-            if losses.counted_BT[row, t] or t + 1 in at:
+            if losses.counted_BT[row, t]:
+                nll = losses.nll_KBT[:, row, t].tolist()
                 tokens.append(Token(name_of(target), target, nll))
-        change = np.mean([token.losses[-1] - token.losses[0] for token in tokens if token.losses] or [0.0])
+                changes.append(nll[-1] - nll[0])
+            elif t + 1 in at:  # a prompt's, say; what follows the piece's last token is another document
+                tokens.append(Token(name_of(target), target, ()))
+        change = sum(changes) / max(1, len(changes) - 1)
         passages.append(Passage(f'Passage {len(passages) + 1}: {change:+.3f} nats a token on average', tokens))
     return passages
 

@@ -1,7 +1,7 @@
 """What `fbt report` shows of a run, gathered into the sections of evaluation/report_page.py.
 
-Headline, curves, losses by passes, the map, samples, tokens, another run beside it, the config. What a run lacks is said
-where it would stand; only what the user asked for by name (a prompt, another run, a step) is an error when it can't be.
+Headline, curves, losses by passes, the map, samples, tokens, another run beside it, the config. What a run lacks is
+said where it would stand; only what was asked for by name (a prompt, another run, a step) is an error if it can't be.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fbt_jax.data import Data, open_data
 from fbt_jax.errors import UserError
 from fbt_jax.evaluation import report_figures as draw
 from fbt_jax.evaluation.intervals import pass_intervals
-from fbt_jax.evaluation.per_pass import PassResults, together
-from fbt_jax.evaluation.report_page import Block, Sample, Samples, Section, Table, Text, page
+from fbt_jax.evaluation.per_pass import together
+from fbt_jax.evaluation.report_page import Block, Sample, Samples, Section, Text, page
 from fbt_jax.evaluation.token_changes import (
     change_blocks,
     continuation_columns,
@@ -86,7 +85,8 @@ def report(asked: Asked) -> str:
         compared += _or_why(lambda: _difference(asked, scored))
 
     bands = draw.phase_bands(config.passes, config.training.steps)
-    curves = draw.training_figures(rows, bands) or [Text('metrics.jsonl has no rows yet.', 'missing')]
+    curves: list[Block] = [*draw.training_figures(rows, bands)]
+    curves = curves or [Text('metrics.jsonl has no rows yet.', 'missing')]
     summary = headline(config, rows, trained, scored, figures)
     sections = [
         Section('summary', 'Summary', [summary, origin_table(workdir, record, trained)]),
@@ -243,11 +243,11 @@ def _continued(trained: Run, prompts: Sequence[Sequence[int]], room: int) -> lis
     blocks: list[Block] = [
         Text(f'{intro} {room} new tokens at most, one seed. Nats per token: the text under the model itself.')
     ]
-    name_of = token_names(trained.tokenizer)
+    tokenizer = trained.tokenizer
+    assert tokenizer is not None
+    name_of, bos = token_names(tokenizer), tokenizer.bos_id
     for number, prompt in enumerate(prompts):
-        text = ''.join(name_of(i) for i in prompt if i in _special(trained)) + trained.tokenizer.decode(
-            [i for i in prompt if i not in _special(trained)]
-        )
+        text = ''.join(name_of(i) for i in prompt[:1] if i == bos) + tokenizer.decode([i for i in prompt if i != bos])
         rows = [
             (
                 'greedy' if temperature == 0 else f'drawn at temperature {temperature:g}',
@@ -257,10 +257,6 @@ def _continued(trained: Run, prompts: Sequence[Sequence[int]], room: int) -> lis
         ]
         blocks.append(Samples(f'Prompt {number + 1} ({len(prompt)} tokens)', text, rows))
     return blocks
-
-
-def _special(trained: Run) -> tuple[int, ...]:
-    return trained.tokenizer.bos_id, trained.tokenizer.eos_id
 
 
 def _tokens(workdir: str, trained: Run | None) -> list[Block]:
