@@ -32,6 +32,26 @@ function traceOf(trace, number, figure) {
   return made;
 }
 
+// Plotly labels a decade's parts in two sizes, or rotates them: ticks at 1, 2 and 5, or at few powers of ten, instead.
+const raised = (power) => '10' + String(power).replace('-', '⁻').replace(/\d/g, (digit) => '⁰¹²³⁴⁵⁶⁷⁸⁹'[digit]);
+function short(value) {
+  const power = Math.floor(Math.log10(value) + 1e-9), digit = Math.round(value / 10 ** power);
+  if (power >= 12 || power < -3) return (digit === 1 ? '' : `${digit}×`) + raised(power);
+  const [size, unit] = [[1e9, 'B'], [1e6, 'M'], [1e3, 'k'], [1, '']].find(([size]) => value >= size * 0.999) || [1, ''];
+  return Number((value / size).toPrecision(3)) + unit;
+}
+function logTicks(axis, values) {
+  const known = values.filter((value) => value > 0);
+  if (!known.length) return;
+  const low = Math.log10(Math.min(...known)), high = Math.log10(Math.max(...known));
+  const every = Math.max(1, Math.ceil((high - low) / 6)), parts = high - low > 2 ? [1] : [1, 2, 5];
+  axis.tickvals = [];
+  for (let power = Math.floor(low) - 1; power <= high + 1; power++) {
+    if (power % every === 0) axis.tickvals.push(...parts.map((part) => Number(`${part}e${power}`)));
+  }
+  axis.ticktext = axis.tickvals.map(short);
+}
+
 function layoutOf(figure, width) {
   const axis = (label, log) => ({
     title: { text: plain(label), standoff: 8 }, type: log ? 'log' : 'linear', gridcolor: colour('grid'), zeroline: false,
@@ -41,7 +61,8 @@ function layoutOf(figure, width) {
   const x = axis(figure.xlabel, figure.log_x), y = axis(figure.ylabel, figure.log_y);
   const values = figure.traces.flatMap((trace) => trace.x);
   if (figure.whole_x && Math.max(...values) <= 12) x.dtick = 1;
-  if (figure.log_x || figure.log_y) for (const a of [x, y]) if (a.type === 'log') { a.nticks = 5; a.minor = { showgrid: false }; }
+  if (figure.log_x) logTicks(x, values);
+  if (figure.log_y) logTicks(y, figure.traces.flatMap((trace) => trace.y));
   if (figure.y_range) y.range = figure.y_range;
   const shapes = [], annotations = [];
   if (figure.bands.length) {

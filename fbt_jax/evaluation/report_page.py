@@ -285,9 +285,9 @@ def shade(difference: float) -> str:
 
 def _shades(block: Shades) -> str:
     """From the cheapest to the dearest."""
-    entries = [(f'c{n}', f'{block.cheaper} by {SHADES[n - 1]:g} or more') for n in (3, 2, 1)]
+    entries = [(f'c{n}', f'{block.cheaper} by ≥ {SHADES[n - 1]:g}') for n in (3, 2, 1)]
     entries += [('n', f'within {SHADES[0]:g} nats')]
-    entries += [(f'd{n}', f'{block.dearer} by {SHADES[n - 1]:g} or more') for n in (1, 2, 3)]
+    entries += [(f'd{n}', f'{block.dearer} by ≥ {SHADES[n - 1]:g}') for n in (1, 2, 3)]
     items = ''.join(f'<li class="{name}">{escape(told)}</li>' for name, told in entries)
     return f'<ul class="shades" aria-label="What the colours mean">{items}</ul>'
 

@@ -36,6 +36,7 @@ from fbt_jax.training.report_tables import (
     evaluation_table,
     headline,
     origin_table,
+    sentence,
 )
 from fbt_jax.training.run_folder import (
     Run,
@@ -74,15 +75,15 @@ def report(asked: Asked) -> str:
     """
     workdir = asked.workdir
     record, config, rows = read_record(workdir), read_config(workdir), _rows(workdir)
-    compared = comparison_blocks(asked.against, workdir) if asked.against else []
+    compared, notes = comparison_blocks(asked.against, workdir) if asked.against else ([], [])
     trained = load_run(workdir, asked.step) if asked.step is not None or has_checkpoint(workdir) else None
-    samples = _samples(asked, trained) if asked.prompts else _or_why(lambda: _samples(asked, trained))
+    samples = _samples(asked, trained) if asked.prompts else _or_why(lambda: _samples(asked, trained), workdir)
 
     scored, why = _scored(asked, trained)
     figures, map_blocks = _map(asked, trained)
-    tokens = _or_why(lambda: _tokens(workdir, trained))
+    tokens = _or_why(lambda: _tokens(workdir, trained), workdir)
     if asked.against and scored is not None:
-        compared += _or_why(lambda: _difference(asked, scored))
+        compared += _or_why(lambda: _difference(asked, scored), workdir, asked.against)
 
     bands = draw.phase_bands(config.passes, config.training.steps)
     curves: list[Block] = [*draw.training_figures(rows, bands)]
@@ -95,7 +96,7 @@ def report(asked: Asked) -> str:
         Section('map', 'The feedback map, iterated', map_blocks),
         Section('samples', 'Samples', samples),
         Section('tokens', 'Token by token', tokens),
-        *([Section('comparison', f'Beside {asked.against}', compared)] if asked.against else []),
+        *([Section('comparison', f'Beside {asked.against}', [*compared, *notes])] if asked.against else []),
         Section('config', 'Configuration', config_blocks(config, asked.against)),
     ]
     at = 'no checkpoint yet' if trained is None else f'step {trained.step:,} of {config.training.steps:,}'
@@ -103,17 +104,12 @@ def report(asked: Asked) -> str:
     return page(title=f'{name}: a report', subtitle=f'{workdir}, {at}', sections=sections)
 
 
-def _or_why(make: Callable[[], list[Block]]) -> list[Block]:
-    """What `make` gives, or why it can't."""
+def _or_why(make: Callable[[], list[Block]], *names: str) -> list[Block]:
+    """What `make` gives, or why it can't; `names`: of the folders that the reason may begin with."""
     try:
         return make()
     except UserError as error:
-        return [Text(_sentence(str(error)), 'missing')]
-
-
-def _sentence(text: str) -> str:
-    text = text if text.endswith('.') else f'{text}.'
-    return text[0].upper() + text[1:] if text.split()[0].isalpha() else text
+        return [Text(sentence(str(error), *names), 'missing')]
 
 
 def _rows(workdir: str) -> list[Row]:
@@ -148,7 +144,7 @@ def _scored(asked: Asked, trained: Run | None) -> tuple[Scored | None, list[Bloc
         scored.append(score(asked.workdir, asked.step, passes, rows=asked.rows))
         return []
 
-    why = _or_why(make)
+    why = _or_why(make, asked.workdir)
     return (scored[0] if scored else None), why
 
 
@@ -177,9 +173,9 @@ def _map(asked: Asked, trained: Run | None) -> tuple[dict[str, Any] | None, list
             f'{figures["passes"]} tokens into its document, where a pass can still change something.'
         )
         verdict = [Text(f'Verdict: {figures["verdict"]}.', 'verdict'), Text(read)]
-        return [*verdict, *(Text(_sentence(line)) for line in figures['evidence']), *draw.contraction_figures(figures)]
+        return [*verdict, *(Text(sentence(line)) for line in figures['evidence']), *draw.contraction_figures(figures)]
 
-    blocks = _or_why(make)
+    blocks = _or_why(make, asked.workdir)
     return (found[0] if found else None), blocks
 
 

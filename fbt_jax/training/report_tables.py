@@ -49,7 +49,8 @@ def _loss_facts(config: Config, rows: Sequence[Row], scored: Scored | None) -> l
     validation = [row for row in rows if row['split'] == 'validation']
     known = [row for row in validation if row['loss_pass_1'] is not None]
     best = min(known, key=lambda row: row['loss_pass_1']) if known else None
-    told = f'best {best["loss_pass_1"]:.4f} at step {best["step"]:,}' if best else ''
+    some = f', on {config.training.eval_rows} rows' if config.training.eval_rows else ''
+    told = f'best while training {best["loss_pass_1"]:.4f} at step {best["step"]:,}{some}' if best else ''
     trained_passes = config.passes.max_passes
     entries = []
     if scored is not None:
@@ -201,8 +202,17 @@ def config_blocks(config: Config, against: str | None) -> list[Block]:
     ]
 
 
-def comparison_blocks(against: str, workdir: str) -> list[Block]:
-    """The other run is the baseline. Raises UserError where the two can't be compared."""
+def sentence(text: str, *names: str) -> str:
+    """`text` with a capital, unless it begins with a name, and a full stop."""
+    text = text if text.endswith('.') else f'{text}.'
+    return text if text.startswith(names) else text[0].upper() + text[1:]
+
+
+def comparison_blocks(against: str, workdir: str) -> tuple[list[Block], list[Block]]:
+    """Curves and factors, and what to know of them; the other run is the baseline.
+
+    Raises UserError where the two can't be compared.
+    """
     result = compare([against, workdir])
     blocks: list[Block] = [*comparison_figures(result, lambda g, s: result.groups[g].workdirs[s])]
     head = ('the baseline needs, for the loss', 'after passes', 'tokens, times', 'token-passes, times', 'FLOPs, times')
@@ -219,7 +229,7 @@ def comparison_blocks(against: str, workdir: str) -> list[Block]:
                 rows,
             )
         )
-    return [*blocks, *(Text(f'{note}.') for note in result.notes)]
+    return blocks, [Text(sentence(note, against, workdir)) for note in result.notes]
 
 
 def difference_block(difference: dict[str, Any]) -> Table:
