@@ -134,10 +134,11 @@ def test_figures_and_tokens_by_keyboard(opened: Any) -> None:
     lists = tab.locator('.tokens').count()
     assert tab.locator('.tokens [tabindex="0"]').count() == lists
     tab.focus('.tokens [tabindex="0"]')
-    where = 'const all = [...document.querySelectorAll(".tokens")[0].querySelectorAll("[role=option]")]; all.indexOf(document.activeElement)'
+    where = """() => [...document.querySelector('.tokens').querySelectorAll('[role=option]')]
+        .indexOf(document.activeElement)"""
     for key, expected in (('ArrowRight', 1), ('ArrowRight', 2), ('ArrowLeft', 1), ('End', 59), ('Home', 0)):
         tab.keyboard.press(key)
-        assert tab.evaluate(f'(() => {{ {where.replace("; all", "; return all")} }})()') == expected
+        assert tab.evaluate(where) == expected
         assert tab.locator('#tip').is_visible()
     before = tab.evaluate('document.activeElement.getBoundingClientRect().top')
     tab.keyboard.press('ArrowDown')
@@ -194,9 +195,10 @@ def test_it_prints(opened: Any, tmp_path: Path) -> None:
     tab = opened(scheme='dark')
     tab.evaluate("addEventListener('afterprint', () => { window.after = true; })")
     tab.evaluate(
-        """addEventListener('beforeprint', () => { window.printed = [getComputedStyle(document.body).backgroundColor,
-        document.querySelector('#config details').open,
-        Math.max(...[...document.querySelectorAll('.plot .main-svg')].map((svg) => svg.getBoundingClientRect().width))]; })"""
+        """addEventListener('beforeprint', () => {
+            const widths = [...document.querySelectorAll('.plot .main-svg')].map((svg) => svg.clientWidth);
+            window.printed = [getComputedStyle(document.body).backgroundColor,
+                document.querySelector('#config details').open, Math.max(...widths)]; })"""
     )
     pdf = tab.pdf(prefer_css_page_size=True)
     assert pdf.startswith(b'%PDF')

@@ -212,7 +212,10 @@ for (const list of document.querySelectorAll('.tokens')) {
     ways[event.key]()?.focus();
   });
 }
-addEventListener('scroll', () => { tip.hidden = true; }, { passive: true });
+addEventListener('scroll', () => {
+  const token = document.activeElement.closest('.tokens [role=option]');
+  if (token && !tip.hidden) tell(token); else tip.hidden = true;
+}, { passive: true });
 
 // Print: light, figures as wide as the paper, short tables opened.
 let before = null;
