@@ -205,14 +205,9 @@ def difference_histogram(differences: np.ndarray, passes: int) -> Figure:
     share, centres = (counts / len(differences)).tolist(), ((edges[:-1] + edges[1:]) / 2).tolist()
     cheaper = Trace('cheaper', centres[:20], share[:20], 0, 'bars')
     dearer = Trace('dearer', centres[20:], share[20:], 1, 'bars')
-    label = f'loss after {of_passes(passes)} less loss after 1, nats'
-    return Figure(
-        'differences',
-        'How much tokens change',
-        label,
-        'share of tokens',
-        [cheaper, dearer],
-    )
+    note = f'Loss after {of_passes(passes)} less that after 1: left of 0 feedback helps.'
+    bars, label = [cheaper, dearer], 'difference in loss, nats'
+    return Figure('differences', 'How much tokens change', label, 'share of tokens', bars, note)
 
 
 def comparison_figures(result: Any, name_of: Callable[[int, int], str]) -> list[Figure]:
