@@ -121,7 +121,7 @@ def test_the_installed_command_is_the_module() -> None:
         ([], r'the following arguments are required: VERB'),
         (
             ['trian'],
-            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, .*'?import'?, '?compare'?, '?report'?\)",
+            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, .*'?compare'?, '?report'?\)",
         ),
         (['--foo'], r'the following arguments are required: VERB'),
         (['train', '--workdir=x'], r'the following arguments are required: --config'),
