@@ -11,7 +11,7 @@ from fbt_jax.evaluation.report_page import Band, Facts, Sample, Samples, Section
 from fbt_jax.evaluation.token_changes import Losses, change_blocks
 from fbt_jax.training.metrics import train_row, validation_row
 
-NASTY = '</script><img src=x onerror="window.hacked=1">'
+NASTY = '</script><img src=x onerror="window.hacked=1"><b>no</b>'
 COUNTS = {'tokens_per_second': 1000.0, 'step_seconds': 1.0}
 
 

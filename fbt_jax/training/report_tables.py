@@ -112,7 +112,8 @@ def _seconds(train: Sequence[Row]) -> float:
 
 def _power(value: float) -> str:
     digits, _, exponent = f'{value:.2e}'.partition('e')
-    return f'{digits} × 10{str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))}'
+    raised = str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))
+    return f'{digits} × 10{raised}'.replace(' ', '\N{NO-BREAK SPACE}')
 
 
 def _duration(seconds: float) -> str:
