@@ -24,7 +24,7 @@ from fbt_jax.evaluation.token_changes import (
     measure,
     token_names,
 )
-from fbt_jax.inference.generate import generate
+from fbt_jax.inference.generate import encoded, generate
 from fbt_jax.sharding import batch_shards
 from fbt_jax.training import diagnosis
 from fbt_jax.training.loop import validation_batches
@@ -189,10 +189,10 @@ def _open(workdir: str, trained: Run) -> Data:
 
 def _samples(asked: Asked, trained: Run | None) -> list[Block]:
     trained = _require_sound(trained)
-    tokenizer, context = trained.tokenizer, trained.config.data.seq_len
-    if tokenizer is None:
+    context = trained.config.data.seq_len
+    if trained.tokenizer is None:
         raise UserError(f'{asked.workdir}: its rows are not text, so there is nothing to read')
-    prompts: Sequence[Sequence[int]] = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in asked.prompts]
+    prompts: Sequence[Sequence[int]] = [encoded(trained, text) for text in asked.prompts]
     if not prompts:
         pieces = [piece for piece in diagnosis.pieces_of(_open(asked.workdir, trained)) if len(piece) > PROMPT_TOKENS]
         chosen = [pieces[i * len(pieces) // PROMPTS] for i in range(min(PROMPTS, len(pieces)))]
@@ -232,7 +232,7 @@ def _continued(trained: Run, prompts: Sequence[Sequence[int]], room: int) -> lis
         }
     intro = (
         'Of the modes, standard feeds nothing back; soft feeds each new token with the state before it; fused reads '
-        'the prompt in that way too.'
+        'the prompt in that way too. What standard gives is not the baseline, which is a run trained without feedback.'
     )
     if len(modes) == 1:
         intro = 'The run was trained without feedback, so standard is the only mode.'
