@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import make_batch, make_model, make_params
 from helpers_e2e import PLAIN, TEXT, finish, start, train, write_config
-from helpers_report import NASTY, make_page, rows_of
+from helpers_report import NASTY, contraction, make_page, rows_of, token_changes
 from test_comparison import make_run, power_law
 
 from fbt_jax.cli import main
@@ -147,6 +147,14 @@ def test_a_diverged_run_is_drawn() -> None:
     html = page(title='t', subtitle='', sections=[Section('s', 's', draw.training_figures(rows, []))])
     assert None in figures_in(html)['loss']['traces'][0]['y']
     assert draw.training_figures([], []) == []
+    nothing = {'singular_values': [math.nan], 'rollout_state_norm': [1.0, math.nan], 'loss': [math.nan] * 20}
+    nothing |= {'update_norm': [None, *[math.nan] * 19], 'rate': {'value': math.nan}}
+    figures = draw.contraction_figures(contraction() | nothing)
+    html = page(title='t', subtitle='', sections=[Section('s', 's', figures)])
+    assert set(figures_in(html)['map-update']['traces'][0]['y']) == {None}
+    losses = token_changes()
+    losses.nll_KBT[-1, 0, 0] = math.inf
+    assert change_blocks(losses, str) == [Text('Not every loss is finite.', 'missing')]
 
 
 def test_the_frame_leaves_the_first_steps_out() -> None:

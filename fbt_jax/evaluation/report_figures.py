@@ -110,8 +110,8 @@ def contraction_figures(figures: dict[str, Any]) -> list[Figure]:
     fitted = np.arange(first, last + 1)
     rate, start = figures['rate']['value'], np.mean(np.log(np.maximum(np.nan_to_num(update_K[fitted - 1]), 1e-12)))
     line = np.exp(start + np.log(rate) * (fitted - fitted.mean()))
-    counts, edges = np.histogram(figures['singular_values'], bins=12)
-    norms = figures['rollout_state_norm']
+    sigma, norms = np.array(figures['singular_values']), figures['rollout_state_norm']
+    counts, edges = np.histogram(sigma[np.isfinite(sigma)], bins=12)
     return [
         Figure(
             'map-loss',
@@ -148,7 +148,7 @@ def contraction_figures(figures: dict[str, Any]) -> list[Figure]:
             'token',
             'RMS of h',
             [Trace('RMS of h', list(range(1, len(norms) + 1)), norms)],
-            y_range=(0.0, 1.1 * max(norms)),
+            y_range=(0.0, 1.1 * max(norms)) if np.isfinite(norms).all() else None,
         ),
     ]
 

@@ -64,6 +64,8 @@ def measure(losses_of: Callable[[Any, Batch], Any], params: Any, batches: Iterab
 def change_blocks(losses: Losses, name_of: Callable[[int], str]) -> list[Block]:
     """Summary, histogram, the tokens that change most, passages. `name_of`: an id's text."""
     difference_N = losses.difference_N
+    if not np.isfinite(difference_N).all():
+        return [Text('Not every loss is finite.', 'missing')]
     passes, edge = len(losses.nll_KBT), SHADES[0]
     cheaper, dearer = difference_N <= -edge, difference_N >= edge
 
