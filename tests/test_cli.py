@@ -18,7 +18,7 @@ from fbt_jax.cli import VERBS, main
 from fbt_jax.data import corpus
 from fbt_jax.training.run_folder import locked
 
-HEAVY = ('jax', 'jaxlib', 'flax', 'optax', 'orbax', 'grain', 'tensorboardX', 'tokenizers', 'matplotlib')
+HEAVY = ('jax', 'jaxlib', 'flax', 'optax', 'orbax', 'grain', 'tensorboardX', 'tokenizers', 'matplotlib', 'plotly')
 
 
 @pytest.fixture(scope='module')
@@ -67,7 +67,9 @@ def test_help_is_complete_quick_and_light(arguments: list[str]) -> None:
         if seconds[-1] < 2:
             break
     assert min(seconds) < 2
-    by_verb = dict.fromkeys(('train', 'evaluate', 'generate', 'diagnose', 'export'), '--workdir') | {'compare': 'DIR'}
+    by_verb = dict.fromkeys(('train', 'evaluate', 'generate', 'diagnose', 'export', 'report'), '--workdir') | {
+        'compare': 'DIR'
+    }
     own = by_verb.get(arguments[0], '--config')
     words = VERBS if arguments == ['--help'] else (own, 'examples:')
     assert all(word in result.stdout for word in words)
@@ -119,7 +121,7 @@ def test_the_installed_command_is_the_module() -> None:
         ([], r'the following arguments are required: VERB'),
         (
             ['trian'],
-            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, .*'?import'?, '?compare'?\)",
+            r"invalid choice: 'trian' \(choose from '?train'?, '?generate'?, .*'?data'?, .*'?compare'?, '?report'?\)",
         ),
         (['--foo'], r'the following arguments are required: VERB'),
         (['train', '--workdir=x'], r'the following arguments are required: --config'),

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLAX_ROOMS = {'model', 'sharding'}
 # What `fbt --help` loads.
 LIGHT_ROOMS = _CONFIG | {'config', 'config_file', 'files', 'batch', '__init__', '__main__'}
-HEAVY = {'jax', 'flax', 'optax', 'orbax', 'grain', 'numpy', 'tensorboardX', 'tokenizers', 'matplotlib'}
+HEAVY = {'jax', 'flax', 'optax', 'orbax', 'grain', 'numpy', 'tensorboardX', 'tokenizers', 'matplotlib', 'plotly'}
 
 
 def imports(path: Path, package: Path) -> Iterator[str]:

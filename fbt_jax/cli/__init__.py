@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from fbt_jax.errors import UserError
 
-VERBS = ('train', 'generate', 'evaluate', 'diagnose', 'plan', 'bench', 'data', 'export', 'import', 'compare')
+VERBS = ('train', 'generate', 'evaluate', 'diagnose', 'plan', 'bench', 'data', 'export', 'import', 'compare', 'report')
 
 
 class _Parser(argparse.ArgumentParser):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fbt_jax.cli import no_more_arguments, require_outputs
 
 if TYPE_CHECKING:
-    from fbt_jax.training.comparison import Bound, Comparison, Factor
+    from fbt_jax.training.comparison import Comparison, Factor
 
 HELP = 'runs side by side by tokens, token-passes and FLOPs'
 TITLES = ('tokens', 'token-passes', 'FLOPs')
@@ -64,19 +64,9 @@ def _factors_table(result: 'Comparison') -> list[str]:
     rows = [['the baseline needs, for the loss of', 'after passes', 'loss', *(f'{title}, times' for title in TITLES)]]
     for group, of_passes in zip(result.groups[1:], result.factors, strict=True):
         for entry in of_passes:
-            told = [_told(factor) for factor in entry.factor_A]
+            told = map(str, entry.factor_A)
             rows.append([group.name, str(entry.passes), f'{entry.loss:.4f}', *told])
     return _markdown(rows)
-
-
-def _told(factor: 'Factor') -> str:
-    if factor.low is None or factor.high is None:
-        return _number(factor.value)
-    return f'{_number(factor.value)} ({_number(factor.low)} to {_number(factor.high)})'
-
-
-def _number(bound: 'Bound') -> str:
-    return f'{bound.sign} {bound.value:.3g}'.strip()
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:

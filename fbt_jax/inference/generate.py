@@ -96,7 +96,7 @@ def stream(
         stop=stop,
     )
     require(not isinstance(prompts, str), 'prompts', prompts, 'must be a list of prompts')
-    ids = [_encoded(run, prompt) for prompt in prompts]
+    ids = [encoded(run, prompt) for prompt in prompts]
     require(len(ids) > 0, 'prompts', prompts, 'there is none')
     numbers = range(len(ids)) if numbers is None else numbers
     fit = len(numbers) == len(ids) and all(0 <= n < MOST_PROMPTS for n in numbers)
@@ -176,7 +176,8 @@ def check(
     require(not stop or run.tokenizer is not None, 'stop', stop, 'this model has no text')
 
 
-def _encoded(run: Any, prompt: str | Sequence[int]) -> list[int]:
+def encoded(run: Any, prompt: str | Sequence[int]) -> list[int]:
+    """The ids of a prompt, BOS before a text; UserError where the model can't read it."""
     if isinstance(prompt, str):
         if run.tokenizer is None:
             raise UserError('this model reads no text: give its prompts as lists of ids')

@@ -55,6 +55,9 @@ class Bound(NamedTuple):
     value: float
     sign: str = ''
 
+    def __str__(self) -> str:
+        return f'{self.sign} {self.value:.3g}'.strip()
+
 
 class Factor(NamedTuple):
     """Of one axis. low, high: the ends of the 95 % interval; None without replicates on both sides."""
@@ -62,6 +65,9 @@ class Factor(NamedTuple):
     value: Bound
     low: Bound | None
     high: Bound | None
+
+    def __str__(self) -> str:
+        return str(self.value) if self.low is None else f'{self.value} ({self.low} to {self.high})'
 
 
 class PassFactors(NamedTuple):

@@ -24,8 +24,8 @@ SAMPLES = 32  # positions at which the one-token map is looked at
 ROLLOUTS, ROLLOUT_TOKENS = 8, 1000
 
 
-def contraction_figures(workdir: str, *, passes: int) -> dict[str, Any]:
-    """The feedback map of a run's newest checkpoint over its validation rows, iterated to `passes` passes.
+def contraction_figures(workdir: str, *, passes: int, step: int | None = None) -> dict[str, Any]:
+    """The feedback map of a run's checkpoint (default: the newest) over validation rows, iterated to `passes` passes.
 
     Returns what `fbt diagnose --json` writes: loss (nats/token), update_norm (None for pass 1) and state_norm by
     pass, the verdict's fields, singular values of the one-token map, state norms of soft rollouts. All processes
@@ -34,7 +34,7 @@ def contraction_figures(workdir: str, *, passes: int) -> dict[str, Any]:
     Raises:
       UserError: no trained feedback, no validation data, or too few positions that are far enough into a document.
     """
-    trained = load_run(workdir)
+    trained = load_run(workdir, step)
     config = trained.config
     if not trained.trained_feedback:
         raise UserError(f'{workdir}: was trained without feedback (one pass only), so there is no map to iterate')
@@ -49,7 +49,7 @@ def contraction_figures(workdir: str, *, passes: int) -> dict[str, Any]:
         batches = (b for name in data.validation for b in validation_batches(data, name, mesh, size, max_rows=ROWS))
         found = iterate(iteration, trained.params, batches, passes=passes)
         verdict = judge(found, trained_passes=config.passes.max_passes, dtype=compute_dtype(trained.model.config))
-        one_token = _one_token(trained, _pieces(data), num_passes=passes)
+        one_token = _one_token(trained, pieces_of(data), num_passes=passes)
     return {
         'workdir': workdir,
         'step': trained.step,
@@ -64,7 +64,7 @@ def contraction_figures(workdir: str, *, passes: int) -> dict[str, Any]:
     }
 
 
-def _pieces(data: Any) -> list[Any]:
+def pieces_of(data: Any) -> list[Any]:
     """The tokens of the longest piece of each of SAMPLES validation rows, evenly spread."""
     found = []
     for rows in data.validation.values():

@@ -114,17 +114,17 @@ def spread(run: Run, *, split_rows: bool = True) -> tuple[Run, Mesh]:
 
 def read_config(workdir: str) -> Config:
     """The resolved config that the run in `workdir` was started with."""
-    return from_dict(_read_record(workdir)['config'])
+    return from_dict(read_record(workdir)['config'])
 
 
 def data_fingerprint(workdir: str) -> str:
     """Of the data that the run in `workdir` began with."""
-    return _read_record(workdir)['data_fingerprint']
+    return read_record(workdir)['data_fingerprint']
 
 
 def data_record(workdir: str) -> dict[str, Any]:
     """Of each source that the run in `workdir` began with, held-out ones too: fingerprint, documents, tokens, files."""
-    return _read_record(workdir)['data']
+    return read_record(workdir)['data']
 
 
 def require_data(workdir: str, data: Data) -> None:
@@ -197,7 +197,7 @@ def require_same_run(workdir: str, config: Config) -> None:
         if any((Path(workdir) / name).exists() for name in ('checkpoints', 'metrics.jsonl')):
             raise UserError(f'{workdir} holds checkpoints or metrics but no config.json: use a new --workdir')
         return
-    old = _read_record(workdir)
+    old = read_record(workdir)
     changes = changed_keys(old['config'], to_dict(config))
     fixed = [
         f'{key} was {a!r}, now {b!r}'
@@ -227,9 +227,9 @@ def claim_folder(workdir: str, config: Config, data: Data, say: Callable[[str], 
             replace(data_folder(workdir) / name, content)
         return record_config(workdir, config, data)
     require_data(workdir, data)
-    if _read_record(workdir)['data_fingerprint'] != data.fingerprint:
+    if read_record(workdir)['data_fingerprint'] != data.fingerprint:
         raise UserError(f'{workdir} holds a run of other sources: their number or names changed since it began')
-    for key, (before, now) in changed_keys(_read_record(workdir)['config'], to_dict(config)).items():
+    for key, (before, now) in changed_keys(read_record(workdir)['config'], to_dict(config)).items():
         say(f'resuming with {key} = {now!r} (was {before!r})')
 
 
@@ -274,7 +274,8 @@ def weight_phases(config: Config) -> Any:
     return config.data.weight_phases(config.training.steps)
 
 
-def _read_record(workdir: str) -> dict[str, Any]:
+def read_record(workdir: str) -> dict[str, Any]:
+    """config.json as it stands."""
     path = Path(workdir) / 'config.json'
     if not path.is_file():
         raise UserError(f'{workdir}: no run here (no config.json)')

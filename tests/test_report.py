@@ -1,0 +1,321 @@
+"""`fbt report`: the page holds the run's numbers, shows any text as text, and needs nothing beside itself.
+
+That it works in a browser is in test_report_browser.py.
+"""
+
+import itertools
+import json
+import math
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import make_batch, make_model, make_params
+from helpers_e2e import PLAIN, TEXT, finish, start, train, write_config
+from helpers_report import NASTY, contraction, make_page, rows_of, token_changes
+from test_comparison import make_run, power_law
+
+from fbt_jax.cli import main
+from fbt_jax.config_passes import PassesConfig
+from fbt_jax.evaluation import report_figures as draw
+from fbt_jax.evaluation.per_pass import make_eval_step
+from fbt_jax.evaluation.report_page import (
+    TABLE_ROWS,
+    Band,
+    Facts,
+    Figure,
+    Passage,
+    Sample,
+    Samples,
+    Section,
+    Table,
+    Text,
+    Token,
+    Trace,
+    figure_table,
+    page,
+    shade,
+)
+from fbt_jax.evaluation.token_changes import Losses, change_blocks, make_token_losses, measure
+from fbt_jax.training.report import Asked, report
+
+
+def figures_in(html: str) -> dict[str, Any]:
+    """The figures' data by name, as the page's script reads them."""
+    [text] = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', html, re.DOTALL)
+    return {figure['name']: figure for figure in json.loads(text)}
+
+
+def text_of(html: str) -> str:
+    return unescape(re.sub(r'<[^>]*>', ' ', re.sub(r'<(script|style).*?</\1>', '', html, flags=re.DOTALL)))
+
+
+# The page
+
+
+def test_text_stays_text_wherever_it_stands() -> None:
+    figure = Figure('f', NASTY, NASTY, NASTY, [Trace(NASTY, [1], [2.0])], NASTY, [Band(1, 2, NASTY)])
+    blocks = [
+        Facts([(NASTY, NASTY, NASTY)]),
+        Text(NASTY),
+        Text(NASTY, 'missing'),
+        Table(NASTY, [NASTY], [[NASTY, NASTY]]),
+        Table(NASTY, [NASTY], [[NASTY, NASTY]], folded=True),
+        figure,
+        Samples(NASTY, NASTY, [(NASTY, [Sample(NASTY, NASTY, NASTY)])]),
+        Passage(NASTY, [Token(NASTY, 1, ()), Token(NASTY, 2, (1.0, 2.0))]),
+    ]
+    html = page(title=NASTY, subtitle=NASTY, sections=[Section('s', NASTY, blocks)])
+    assert '<img' not in html
+    assert html.count('</script>') == 3
+    assert text_of(html).count(NASTY) >= 20
+    assert figures_in(html)['f']['traces'][0]['name'] == NASTY
+
+
+def test_nothing_in_the_page_asks_the_network() -> None:
+    html = make_page()
+    assert not re.search(r'https?:|//[a-z]+\.[a-z]|@import|url\(|<link rel="stylesheet|<iframe|<base', html)
+    assert set(re.findall(r'(?:src|href)="([^"#]*)', html)) <= {'', 'data:,'}
+    assert len(html) < 3e6
+
+
+def test_what_is_not_finite_is_null_and_says_so() -> None:
+    figure = Figure('f', 't', 'x', 'y', [Trace('a', [1, 2, 3], [1.0, math.nan, math.inf])])
+    html = page(title='t', subtitle='', sections=[Section('s', 's', [figure])])
+    assert figures_in(html)['f']['traces'][0]['y'] == [1.0, None, None]
+    assert text_of(html).count('not finite') == 2
+
+
+def test_a_table_of_a_long_curve_shows_its_ends() -> None:
+    x = list(range(1000))
+    table = figure_table(Figure('f', 't', 'x', 'y', [Trace('a', x, x), Trace('b', [999], [0.5])]))
+    assert len(table.rows) == TABLE_ROWS
+    assert table.rows[0] == ('0', '0', '')
+    assert table.rows[-1] == ('999', '999', '0.5')
+    assert '60 of 1000' in table.caption
+
+
+@pytest.mark.parametrize(
+    ('difference', 'name'), [(0.0, 'n'), (-0.09, 'n'), (-0.1, 'c1'), (-0.5, 'c2'), (-9, 'c3'), (0.1, 'd1'), (1.0, 'd3')]
+)
+def test_shades(difference: float, name: str) -> None:
+    assert shade(difference) == name
+
+
+def test_headings_are_in_order_and_ids_are_unique() -> None:
+    html = make_page()
+    levels = [int(level) for level in re.findall(r'<h([1-6])', html)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
+    ids = re.findall(r' id="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+    for name in re.findall(r'(?:href="#|aria-labelledby=")([^"]+)"', html):
+        assert name in ids
+
+
+# Figures
+
+
+def test_curves_are_the_rows_of_the_metrics() -> None:
+    rows = rows_of(steps=40)
+    traces = {t.name: t for t in draw.training_figures(rows, [])[0].traces}
+    for split in ('train', 'validation'):
+        for k in (1, 2):
+            own = [r for r in rows if r['split'] == split and f'loss_pass_{k}' in r]
+            name = {'train': 'training', 'validation': 'validation'}[split]
+            trace = traces[f'{name}, {draw.of_passes(k)}']
+            assert list(trace.x) == [r['step'] for r in own]
+            assert list(trace.y) == [r[f'loss_pass_{k}'] for r in own]
+    others = {figure.name: figure for figure in draw.training_figures(rows, [])}
+    for name, field in (
+        ('learning-rate', 'learning_rate'),
+        ('throughput', 'tokens_per_second'),
+        ('gradient', 'grad_norm'),
+    ):
+        assert list(others[name].traces[0].y) == [r[field] for r in rows if r['split'] == 'train']
+    assert 'mfu' not in others
+
+
+def test_a_diverged_run_is_drawn() -> None:
+    rows = rows_of(steps=40)
+    for row in rows[5:]:
+        row['loss_pass_1'] = row['grad_norm'] = None
+    html = page(title='t', subtitle='', sections=[Section('s', 's', draw.training_figures(rows, []))])
+    assert None in figures_in(html)['loss']['traces'][0]['y']
+    assert draw.training_figures([], []) == []
+    nothing = {'singular_values': [math.nan], 'rollout_state_norm': [1.0, math.nan], 'loss': [math.nan] * 20}
+    nothing |= {'update_norm': [None, *[math.nan] * 19], 'rate': {'value': math.nan}}
+    figures = draw.contraction_figures(contraction() | nothing)
+    html = page(title='t', subtitle='', sections=[Section('s', 's', figures)])
+    assert set(figures_in(html)['map-update']['traces'][0]['y']) == {None}
+    losses = token_changes()
+    losses.nll_KBT[-1, 0, 0] = math.inf
+    assert change_blocks(losses, str) == [Text('Not every loss is finite.', 'missing')]
+
+
+def test_the_frame_leaves_the_first_steps_out() -> None:
+    rows = rows_of(steps=100)
+    rows[0]['loss_pass_1'] = 50.0
+    low, high = draw.training_figures(rows, [])[0].y_range or (0, 0)
+    late = [r[f'loss_pass_{k}'] for r in rows if r['step'] > 5 for k in (1, 2) if f'loss_pass_{k}' in r]
+    assert low < min(late)
+    assert max(late) < high < 50
+
+
+def test_long_curves_keep_their_ends() -> None:
+    rows = [{'step': n} for n in range(12_345)]
+    shown = draw.thinned(rows)
+    assert (len(shown), shown[0], shown[-1]) == (draw.POINTS, rows[0], rows[-1])
+
+
+def test_bands_are_the_phases_of_the_mixture() -> None:
+    passes = PassesConfig(phases=((0, (1.0,)), (0.5, (0.0, 1.0)), (90, (0.25, 0.25, 0.5)), (200, (1.0,))))
+    assert draw.phase_bands(passes, 100) == [
+        Band(1, 50, '1 pass'),
+        Band(51, 90, '2 passes'),
+        Band(91, 100, '1: 25%, 2: 25%, 3: 50%'),
+    ]
+
+
+# Tokens
+
+
+def test_token_losses_are_those_of_the_evaluation() -> None:
+    model = make_model()
+    params, batch = make_params(model), make_batch()
+    losses = measure(make_token_losses(model, num_passes=2), params, [batch, batch])
+    sums, _ = make_eval_step(model, num_passes=2)(params, batch)
+    total_K = np.where(losses.counted_BT, losses.nll_KBT, 0).sum((1, 2))
+    np.testing.assert_allclose(total_K, 2 * np.asarray(sums.nll_KP).sum(-1), rtol=1e-5)
+    assert losses.counted_BT.sum() == 2 * float(np.asarray(sums.tokens_P).sum())
+
+
+def test_changes_of_tokens_by_hand() -> None:
+    nll_KBT = np.array([[[2.0, 2.0, 2.0, 9.0]], [[1.5, 2.0, 2.2, 9.0]]])
+    counted_BT = np.array([[True, True, True, False]])
+    losses = Losses(nll_KBT, np.array([[7, 1, 2, 3]]), np.array([[1, 2, 3, 4]]), counted_BT, np.array([[1, 1, 1, 0]]))
+    text, histogram, *_, passage = change_blocks(losses, lambda i: f'<{i}>')
+    assert isinstance(text, Text)
+    assert isinstance(passage, Passage)
+    assert isinstance(histogram, Figure)
+    assert '3 tokens of 1' in text.text
+    assert '-0.1000 nats on average, +0.0000 in the median' in text.text
+    assert '33.3% of them got cheaper by 0.1 nats or more, by 0.500 nats' in text.text
+    assert '33.3% of them got dearer by 0.1 nats or more, by 0.200 nats' in text.text
+    assert passage.title == 'Passage 1: -0.100 nats a token on average'
+    assert [(t.text, tuple(t.losses)) for t in passage.tokens] == [
+        ('<7>', ()),
+        ('<1>', (2.0, 1.5)),
+        ('<2>', (2.0, 2.0)),
+        ('<3>', (2.0, 2.2)),
+    ]
+    assert sum(y for trace in histogram.traces for y in trace.y) == pytest.approx(1)
+
+
+# Runs
+
+
+def test_a_run_without_a_checkpoint_says_what_it_lacks(tmp_path: Path) -> None:
+    workdir = make_run(tmp_path / 'a', steps=30, loss=lambda tokens: [power_law(tokens)] * 3)
+    html = report(Asked(workdir))
+    text = text_of(html)
+    assert 'no checkpoint yet' in text
+    assert text.count('The run has saved no checkpoint yet.') == 4
+    rows = [json.loads(line) for line in (tmp_path / 'a' / 'metrics.jsonl').read_text().splitlines()]
+    last = rows[-1]
+    assert f'{last["loss_pass_1"]:.4f}' in text
+    trace = next(t for t in figures_in(html)['loss']['traces'] if t['name'] == 'validation, 1 pass')
+    assert trace['y'] == [row['loss_pass_1'] for row in rows if row['split'] == 'validation']
+    (tmp_path / 'a' / 'metrics.jsonl').unlink()
+    assert 'metrics.jsonl has no rows yet.' in text_of(report(Asked(workdir)))
+
+
+def test_another_run_stands_beside_it(tmp_path: Path) -> None:
+    base = make_run(tmp_path / 'base', steps=40, loss=lambda tokens: [power_law(tokens)], model__fusion='none')
+    run = make_run(tmp_path / 'run', steps=30, loss=lambda tokens: [power_law(2 * tokens)] * 2)
+    html = report(Asked(run, against=base))
+    figures = figures_in(html)
+    assert {'by-0', 'by-1', 'by-2'} <= figures.keys()
+    by_tokens = {t['name']: t for t in figures['by-0']['traces']}
+    rows = [json.loads(line) for line in (tmp_path / 'base' / 'metrics.jsonl').read_text().splitlines()]
+    trace = by_tokens[f'{base}, 1 pass']
+    assert trace['y'] == [r['loss_pass_1'] for r in rows if r['split'] == 'validation']
+    assert trace['x'] == [r['tokens'] for r in rows if r['split'] == 'train']
+    text = text_of(html)
+    assert 'Data-efficiency factor' in text
+    marked = re.findall(r'<tr class="marked"><th scope="row">([^<]*)</th>', html)
+    assert {'model.fusion', 'passes.phases'} <= set(marked)
+
+
+def test_names_of_folders_and_configs_are_text(tmp_path: Path) -> None:
+    name = 'a<img src=x onerror=alert(1)>'
+    workdir = make_run(tmp_path / name, steps=3, loss=lambda tokens: [3.0], init__from=NASTY)
+    html = report(Asked(workdir))
+    assert '<img' not in html
+    assert name in text_of(html)
+    assert json.dumps(NASTY) in text_of(html)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'told'),
+    [
+        (['--workdir=none'], 'none: no run here (no config.json)'),
+        (['--workdir=a', '--out=none/a.html'], '--out=none/a.html: must be a file in a folder that exists'),
+        (['--workdir=a', '--out=a.pdf'], '--out=a.pdf: must end in .html'),
+        (['--workdir=a', '--against=./a'], '--against=./a: is the run itself'),
+        (['--workdir=a', '--against=none'], 'none: no run here (no config.json)'),
+        (['--workdir=a', '--passes=5'], '--passes=5: must be at least 6, of which the second half is looked at apart'),
+        (['--workdir=a', '--rows=-1'], '--rows=-1: must not be negative'),
+        (['--workdir=a', '--prompt=She'], 'The run has saved no checkpoint yet'),
+        (['--workdir=a', '--what'], 'unknown argument --what; see --help'),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(Path('a'), steps=3, loss=lambda tokens: [3.0])
+    assert main(['report', *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ('', f'fbt report: {told}\n')
+    assert not Path('a/report.html').exists()
+
+
+@pytest.mark.slow
+def test_trained_runs(tmp_path: Path) -> None:
+    """With feedback on text, without feedback on text, on rows that are no text: everything, or why not."""
+    config, small = write_config(tmp_path), ('--config.training.steps=12', '--config.data.batch_size=4')
+    text = (*TEXT, '--config.data.seq_len=64', '--config.training.eval_rows=8', *small)
+    train(config, tmp_path / 'fed', *text)
+    train(config, tmp_path / 'plain', *text, *PLAIN)
+    train(config, tmp_path / 'words', *small)
+
+    def reported(*arguments: str) -> tuple[str, dict[str, Any]]:
+        result = finish(start('report', *arguments, '--rows=8', '--passes=8', f'--out={tmp_path / "r.html"}'))
+        assert result.status == 0, result.text
+        html = (tmp_path / 'r.html').read_text()
+        return html, figures_in(html)
+
+    html, figures = reported(
+        f'--workdir={tmp_path / "fed"}', '--prompt=</script><b>She', f'--against={tmp_path / "plain"}'
+    )
+    assert figures.keys() >= {'loss', 'passes', 'map-loss', 'map-update', 'singular', 'rollout', 'differences', 'by-0'}
+    assert '</script><b>She' in text_of(html)
+    for words in ('fused (2 passes over the prompt)', 'drawn at temperature 0.8', 'paired by document', 'Verdict: '):
+        assert words in text_of(html)
+    assert html.count('role="option"') > 100
+    for name in ('map-loss', 'passes'):
+        assert all(y is not None for y in figures[name]['traces'][0]['y'])
+
+    html, figures = reported(f'--workdir={tmp_path / "plain"}')
+    assert 'standard is the only mode' in text_of(html)
+    assert text_of(html).count('The run was trained without feedback (one pass only).') == 2
+    assert not figures.keys() & {'map-loss', 'passes', 'differences'}
+
+    html, figures = reported(f'--workdir={tmp_path / "words"}')
+    assert 'its rows are not text, so there is nothing to read' in text_of(html)
+    assert len(figures['positions']['traces'][0]['y']) == 12
