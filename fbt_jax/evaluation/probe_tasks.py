@@ -1,15 +1,16 @@
 """The three probing tasks of method.md section 8: texts that end in a colon, whose label was fixed before it.
 
-    completion tracking   required=a;completed=b;x3;x7;...done:     1 if a = b
-    delayed memory        state=1;x3;x7;...state:                   the state
+    completion tracking   required=ka;completed=mo;x3;x7;...done:   1 if both are the same
+    delayed memory        x4;x2;x9;state=1;x3;x7;...state:          the state
     last write            b=0;a=1;b=1;a=0;...x3;...x5;b:            what was last written to the register asked for
 
 `x3;` are the label-neutral fillers, digits 2 to 9. Counts: completion 80 groups x 5 numbers of fillers x 4 members
-(both letters of a group in both places: 1600); memory 128 x 5 x 2 (1280); last write 128 groups x 2 members x each of m
+(both names of a group in both places: 1600); memory 128 x 5 x 2 (1280); last write 128 groups x 2 members x each of m
 registers asked for: m = 1, 2, 4, 8 with 16 writes in all (256 x 15 = 3840), and m = 8 with 2, 4, 8 writes each (256 x 8
-= 2048), of which 2 each is 16 in all, once for both. What the paper leaves open (wording, letters, who is in a group)
-is our choice. The members of a pair share length, ending and, but for memory, where the label is a single token, no
-feature that is linear in the counts of tokens: letters cross like an exclusive or; a register's last two values swap.
+= 2048), of which 2 each is 16 in all, once for both. What the paper leaves open (wording, names, who is in a group) is
+our choice. No text comes twice: groups share no name, and memory begins with three fillers of its group's own. A pair
+shares length, ending and, but for memory, where one token is the label, whatever is linear in the counts of tokens:
+names cross like an exclusive or; a register's last two values swap (with two writes the first tells the last).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ import numpy as np
 FILLERS = (0, 8, 32, 128, 256)
 COMPLETION_GROUPS, GROUPS = 80, 128
 LETTERS = 'abcdefghijklmnopqrstuvwyz'  # without the fillers' x
+NAMES = tuple(a + b for a in LETTERS for b in LETTERS)
+OPENING = 3  # fillers before the state
 REGISTERS = 'abcdefgh'
 # Registers, writes to each; with WRITE_FILLERS fillers.
 WRITES = ((1, 16), (2, 8), (4, 4), (8, 2), (8, 4), (8, 8))
@@ -39,25 +42,24 @@ class Setting(NamedTuple):
     examples: list[Example]
 
 
-def completion_tracking(seed: int, letters: Sequence[str] = LETTERS) -> list[Setting]:
-    """`letters`: names of items, of which every group has two; no two groups have the same two.
+def completion_tracking(seed: int, names: Sequence[str] = NAMES) -> list[Setting]:
+    """`names`: of items, of which every group has two for itself.
 
     Raises:
-      ValueError: too few letters.
+      ValueError: too few names.
     """
     rng = np.random.default_rng([seed, 0])
-    couples = [(a, b) for i, a in enumerate(letters) for b in letters[:i]]
-    if len(couples) < COMPLETION_GROUPS:
-        raise ValueError(f'{len(letters)} letters make {len(couples)} couples; {COMPLETION_GROUPS} are needed')
-    chosen = [couples[i] for i in rng.permutation(len(couples))[:COMPLETION_GROUPS]]
+    if len(names) < 2 * COMPLETION_GROUPS:
+        raise ValueError(f'{len(names)} names are too few for {COMPLETION_GROUPS} groups of two')
+    chosen = rng.permutation(names)[: 2 * COMPLETION_GROUPS].reshape(COMPLETION_GROUPS, 2).tolist()
     fillers = [_fillers(rng, max(FILLERS)) for _ in chosen]
 
     def examples(count: int) -> list[Example]:
         return [
             Example(f'required={a};completed={b};{"".join(fillers[group][:count])}done:', int(a == b), group, pair)
-            for group, couple in enumerate(chosen)
-            for pair, a in enumerate(couple)
-            for b in couple
+            for group, both in enumerate(chosen)
+            for pair, a in enumerate(both)
+            for b in both
         ]
 
     return [Setting('completion tracking', f'{n} fillers', examples(n)) for n in FILLERS]
@@ -65,11 +67,13 @@ def completion_tracking(seed: int, letters: Sequence[str] = LETTERS) -> list[Set
 
 def delayed_memory(seed: int) -> list[Setting]:
     rng = np.random.default_rng([seed, 1])
+    combinations = rng.permutation(8**OPENING)[:GROUPS]
+    openings = [''.join(f'x{2 + c // 8**i % 8};' for i in range(OPENING)) for c in combinations]
     fillers = [_fillers(rng, max(FILLERS)) for _ in range(GROUPS)]
 
     def examples(count: int) -> list[Example]:
         return [
-            Example(f'state={state};{"".join(fillers[group][:count])}state:', state, group, 0)
+            Example(f'{openings[group]}state={state};{"".join(fillers[group][:count])}state:', state, group, 0)
             for group in range(GROUPS)
             for state in (0, 1)
         ]
@@ -108,8 +112,8 @@ def _fillers(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def all_settings(seed: int, tokens_in: Callable[[str], int]) -> list[Setting]:
-    """All of them; `tokens_in` gives a text's number of tokens, by which letters are left out that are longer."""
-    lengths = {x: tokens_in(f'required={x};completed={x};') for x in LETTERS}
-    usual = max(set(lengths.values()), key=list(lengths.values()).count)
-    letters = [x for x in LETTERS if lengths[x] == usual]
-    return [*completion_tracking(seed, letters), *delayed_memory(seed), *last_write(seed)]
+    """All of them; `tokens_in` gives a text's number of tokens: only names of the commonest length are used."""
+    lengths = [tokens_in(f'required={name};completed={name};') for name in NAMES]
+    usual = max(set(lengths), key=lengths.count)
+    names = [name for name, length in zip(NAMES, lengths, strict=True) if length == usual]
+    return [*completion_tracking(seed, names), *delayed_memory(seed), *last_write(seed)]
