@@ -240,13 +240,14 @@ def test_batches_and_padding_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handful of short texts instead of all."""
+    """A few short texts, and one recurrent suffix."""
 
     def some(seed: int, tokens_in: Any) -> list[Setting]:
         memory = probe_tasks.delayed_memory(seed)
-        return [x._replace(examples=x.examples[:128]) for x in (*memory[:2], memory[-1])]
+        return [x._replace(examples=x.examples[:128]) for x in (memory[0], memory[-1])]
 
     monkeypatch.setattr(probing, 'all_settings', some)
+    monkeypatch.setattr(probing, 'STEPS', (1,))
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
@@ -258,19 +259,19 @@ def test_a_run_with_feedback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """One recurrent step brings to depth 0 what a plain prefill cannot have there."""
     from fbt_jax.evaluation.plots import draw_probes
 
-    opened(monkeypatch, make_run(seq_len=64, window=0, full_attention_every=1))
+    opened(monkeypatch, make_run(seq_len=32, window=0, full_attention_every=1))
     figures = probing.probe_figures('runs/x')
-    assert figures['modes'] == ['plain', '1-step', '2-step', '4-step', '8-step', 'full']
+    assert figures['modes'] == ['plain', '1-step', 'full']
     assert figures['depths'] == ['0', '1', '2', 'h']
-    assert [x['setting'] for x in figures['results']] == ['0 fillers', '8 fillers']
+    assert [x['setting'] for x in figures['results']] == ['0 fillers']
     assert figures['left_out'] == [{'task': 'delayed memory', 'setting': '256 fillers', 'tokens': 1 + 9 + 8 + 768 + 6}]
-    for result in figures['results']:
-        assert result['modes']['plain']['accuracy'][0] == 0.5
-    assert figures['results'][0]['modes']['1-step']['accuracy'][0] > 0.9
+    [result] = figures['results']
+    assert result['modes']['plain']['accuracy'][0] == 0.5
+    assert result['modes']['1-step']['accuracy'][0] > 0.75
     lines = probing.probe_lines(figures)
     assert lines[0] == 'runs/x, step 7: logistic regression, L2, C = 1, standardised, 4 folds by group; chance is 50 %'
     assert lines[1] == 'delayed memory, 0 fillers: 128 examples in 64 groups, up to 24 tokens'
-    assert lines[-1].endswith('256 fillers: 792 tokens, more than the trained context of 64')
+    assert lines[-1].endswith('256 fillers: 792 tokens, more than the trained context of 32')
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     draw_probes(str(tmp_path / 'a.png'), figures)
     assert (tmp_path / 'a.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
