@@ -96,7 +96,7 @@ class Turning:
 
 
 @pytest.mark.parametrize(
-    ('rate', 'verdict'), [(0.4, 'contracting'), (0.8, 'undecided'), (1.05, 'diverging'), (1.3, 'diverging')]
+    ('rate', 'verdict'), [(0.4, 'contracting'), (0.95, 'undecided'), (1.05, 'diverging'), (1.3, 'diverging')]
 )
 def test_a_planted_rate(rate: float, verdict: str) -> None:
     """Through the scan over passes, whatever the seed."""
