@@ -123,22 +123,23 @@ def draw_probes(path: str, figures: dict[str, Any]) -> None:
     for row, results in zip(axes, by_task.values(), strict=True):
         for panel, result in zip(row, results, strict=False):
             for i, (mode, found) in enumerate(result['modes'].items()):
-                colour = COLOURS[i % len(COLOURS)]
-                panel.plot(depths, found['accuracy'], color=colour, marker='.', label=mode)
+                colour = COLOURS[(i - 1) % len(COLOURS)] if i else '0.2'  # the first is the plain one
+                panel.plot(depths, found['accuracy'], color=colour, marker='.', linestyle=LINES[i == 0], label=mode)
                 low, high = zip(*(ends or (np.nan, np.nan) for ends in found['interval']), strict=True)
-                panel.fill_between(depths, low, high, color=colour, alpha=0.12, linewidth=0)
+                panel.fill_between(depths, low, high, color=colour, alpha=0.1, linewidth=0)
             panel.axhline(figures['chance'], color='0.4', linestyle=':', linewidth=1)
             panel.set_title(f'{result["task"]}\n{result["setting"]}', fontsize=9)
             shown = [*depths[:: 1 + (len(depths) - 2) // 8]]
             panel.set_xticks(shown, [figures['depths'][d] for d in shown])
-            panel.set_ylim(0.28, 1.03)
+            panel.set_ylim(0.4, 1.03)
         for unused in row[len(results) :]:
             unused.set_axis_off()
         row[0].set_ylabel('accuracy')
     for panel in axes[-1]:
         panel.set_xlabel('depth')
-    axes[0][0].legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=100)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc='outside upper center', ncols=len(labels), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=80)
 
 
 def _draw_positions(axes: Any, curves: dict[str, list[np.ndarray]]) -> None:
