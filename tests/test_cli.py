@@ -139,6 +139,7 @@ def test_the_installed_command_is_the_module() -> None:
         (['diagnose'], r'the following arguments are required: --workdir'),
         (['diagnose', '--workdir=x', '--passes=5'], r'--passes=5: must be at least 6'),
         (['diagnose', '--workdir=x', '--passes=9', '--probes'], r'--passes=9: has no effect on --probes'),
+        (['diagnose', '--workdir=x', '--untrained'], r'--untrained: has no effect without --probes'),
         (['diagnose', '--workdir=x', '--plot=map.jpg'], r'--plot=map\.jpg: must end in \.png'),
         (['diagnose', '--workdir=no/such/run'], r'no/such/run: no run here \(no config\.json\)'),
         (['compare'], r'the following arguments are required: DIR'),

@@ -274,6 +274,9 @@ def test_a_run_with_feedback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert lines[1] == 'delayed memory, 0 fillers: 128 examples in 64 groups, up to 24 tokens'
     assert lines[-1].endswith('256 fillers: 792 tokens, more than the trained context of 32')
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
+    fresh = probing.probe_figures('runs/x', untrained=True)
+    assert probing.probe_lines(fresh)[0].startswith('runs/x, fresh weights: ')
+    assert fresh['results'] != figures['results']
     draw_probes(str(tmp_path / 'a.png'), figures)
     assert (tmp_path / 'a.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
 

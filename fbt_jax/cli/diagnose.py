@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--workdir', required=True, metavar='DIR', help="the run's folder")
     parser.add_argument('--passes', type=int, metavar='K', help=f'passes to iterate (default: {PASSES})')
     parser.add_argument('--probes', action='store_true', help='probe the residual stream instead')
+    parser.add_argument('--untrained', action='store_true', help='with --probes: of fresh weights, for comparison')
     parser.add_argument('--json', metavar='FILE', help='write the figures there too')
     parser.add_argument('--plot', metavar='FILE.png', help='draw them')
 
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     require_outputs(args)
     if args.probes and args.passes is not None:
         raise UserError(f'--passes={args.passes}: has no effect on --probes')
+    if args.untrained and not args.probes:
+        raise UserError('--untrained: has no effect without --probes')
     if args.passes is not None and args.passes < 6:
         raise UserError(f'--passes={args.passes}: must be at least 6, of which the second half is looked at apart')
     with processes():
@@ -56,7 +59,7 @@ def _probe(args: argparse.Namespace) -> None:
     from fbt_jax.evaluation.plots import draw_probes
     from fbt_jax.training.probing import probe_figures, probe_lines
 
-    _give(args, probe_figures(args.workdir), probe_lines, draw_probes)
+    _give(args, probe_figures(args.workdir, untrained=args.untrained), probe_lines, draw_probes)
 
 
 def _give(

@@ -14,6 +14,7 @@ from fbt_jax.errors import UserError
 from fbt_jax.evaluation import probes
 from fbt_jax.evaluation.intervals import ends_of
 from fbt_jax.evaluation.probe_tasks import Setting, all_settings
+from fbt_jax.model.transformer import init_params
 from fbt_jax.training.run_folder import load_run, spread
 from fbt_jax.training.summary import table
 
@@ -21,8 +22,10 @@ SEED = 0
 STEPS = (1, 2, 4, 8)  # of the recurrent suffixes that are looked at
 
 
-def probe_figures(workdir: str) -> dict[str, Any]:
+def probe_figures(workdir: str, *, untrained: bool = False) -> dict[str, Any]:
     """Probes of a run's newest checkpoint: what `fbt diagnose --probes --json` writes. All processes call it.
+
+    untrained: the same with fresh weights, to see what training has to do with it.
 
     Raises:
       UserError: no scikit-learn, a run that doesn't read text, a tokenizer or a context that no task fits.
@@ -41,12 +44,15 @@ def probe_figures(workdir: str) -> dict[str, Any]:
     modes = [probes.PLAIN]
     if trained.trained_feedback:
         modes += [*map(probes.k_step, STEPS), probes.FULL]
+    if untrained:
+        trained = trained._replace(params=init_params(trained.model, jax.random.key(SEED)), step=0)
     trained, mesh = spread(trained, split_rows=False)
     with jax.set_mesh(mesh):
         results = [_result(trained, setting, ids, modes) for setting, ids in tqdm(fitting, disable=None)]
     return {
         'workdir': workdir,
         'step': trained.step,
+        'untrained': untrained,
         'context': context,
         'trained_feedback': trained.trained_feedback,
         'classifier': f'logistic regression, L2, C = {probes.PENALTY_C:g}, standardised, {probes.FOLDS} folds by group',
@@ -85,7 +91,8 @@ def _result(trained: Any, setting: Setting, ids: list[list[int]], modes: list[pr
 
 def probe_lines(figures: dict[str, Any]) -> list[str]:
     """`probe_figures` as text: accuracy in percent, by task, number of recurrent steps and depth."""
-    lines = [f'{figures["workdir"]}, step {figures["step"]}: {figures["classifier"]}; chance is 50 %']
+    weights = 'fresh weights' if figures['untrained'] else f'step {figures["step"]}'
+    lines = [f'{figures["workdir"]}, {weights}: {figures["classifier"]}; chance is 50 %']
     for result in figures['results']:
         lines.append(
             f'{result["task"]}, {result["setting"]}: {result["examples"]} examples in {result["groups"]} groups, '
