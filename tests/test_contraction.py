@@ -1,5 +1,6 @@
 """Diagnosis of the feedback map: sums by hand, planted contractions and expansions, singular values against numpy's."""
 
+import tracemalloc
 from typing import Any
 
 import jax
@@ -173,6 +174,16 @@ def test_the_rate_is_the_slope_of_the_logarithm() -> None:
     assert verdict.rate.value == pytest.approx(np.exp(slope), rel=1e-9)
     more = judge(simulated(0.5 * 0.8**K30, noise=0.2, rows=1024), trained_passes=3, dtype=jnp.float32)
     assert (more.rate.high - more.rate.low) < 0.4 * (verdict.rate.high - verdict.rate.low)
+
+
+def test_judging_takes_no_more_memory_for_more_passes() -> None:
+    """Resamples of half of 1000 passes, all held at a time, would take 480 MiB."""
+    found = simulated(0.5 * 0.8 ** np.arange(1, 1001))
+    tracemalloc.start()
+    judge(found, trained_passes=3, dtype=jnp.float32)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ LEVEL = 0.95
 RESAMPLES = 2000
 SEED = 0
 FEW = 30
-BATCH_ELEMENTS = 2**24  # of the resamples that are held at a time
+BATCH_ELEMENTS = 2**21  # of the resamples that are held at a time, of all arrays together
 
 
 Ends = list[float] | None  # None: of a single document nothing is known
@@ -62,7 +62,7 @@ def bootstrap(data: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]
         axis=-1,
         confidence_level=LEVEL,
         n_resamples=RESAMPLES,
-        batch=max(1, BATCH_ELEMENTS // data[0].size),
+        batch=max(1, BATCH_ELEMENTS // sum(x.size for x in data)),
         method='percentile',
         rng=np.random.default_rng(SEED),
     ).confidence_interval
