@@ -101,8 +101,9 @@ def states(
     plain_BT: Array,
     positions_BT: Array,
     segment_ids_BT: Array,
+    depths: list[Array] | None = None,
 ) -> Array:
-    """One pass: hidden_BTD after the final norm.
+    """One pass: hidden_BTD after the final norm. `depths` takes up the stack's input and what each layer gives.
 
     `prev_BTD` are the previous pass's states, shifted by one (and jittered); they are read where `plain_BT` is False.
     """
@@ -123,6 +124,8 @@ def states(
             rms_norm(branch_BTD, layer[norm], c.norm_epsilon) if c.post_norms else branch_BTD
         )
 
+    depths = [] if depths is None else depths
+    depths.append(x_BTD)
     for i in range(c.num_layers):
         layer = {name: stacked[i] for name, stacked in params['layers'].items()}
         y_BTD = rms_norm(x_BTD, layer['attention_norm'], c.norm_epsilon)
@@ -130,6 +133,7 @@ def states(
         x_BTD = add(x_BTD, y_BTD, layer, 'attention_post_norm')
         y_BTD = mlp(layer, rms_norm(x_BTD, layer['mlp_norm'], c.norm_epsilon))
         x_BTD = add(x_BTD, y_BTD, layer, 'mlp_post_norm')
+        depths.append(x_BTD)
     return rms_norm(x_BTD, params['final_norm'], c.norm_epsilon)
 
 

@@ -140,6 +140,8 @@ def test_the_installed_command_is_the_module() -> None:
         (['evaluate', '--workdir=x', '--config.seed=2'], r'unknown argument --config\.seed=2; see --help'),
         (['diagnose'], r'the following arguments are required: --workdir'),
         (['diagnose', '--workdir=x', '--passes=5'], r'--passes=5: must be at least 6'),
+        (['diagnose', '--workdir=x', '--passes=9', '--probes'], r'--passes=9: has no effect on --probes'),
+        (['diagnose', '--workdir=x', '--untrained'], r'--untrained: has no effect without --probes'),
         (['diagnose', '--workdir=x', '--plot=map.jpg'], r'--plot=map\.jpg: must end in \.png'),
         (['diagnose', '--workdir=no/such/run'], r'no/such/run: no run here \(no config\.json\)'),
         (['compare'], r'the following arguments are required: DIR'),
@@ -320,6 +322,11 @@ def test_evaluate_against_a_run_on_the_same_documents(
     evaluate(capsys, run, f'--against={run}', '--rows=9', path)
     entry = json.loads((tmp_path / 'figures.json').read_text())['against']['passes']['1']
     assert (entry['difference'], entry['interval']) == (0, [0, 0])
+
+
+def test_evaluate_refuses_the_recurrence_without_feedback(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', '--soft')
+    assert line == f'--soft: {run} was trained without feedback'
 
 
 def test_evaluate_refuses_other_documents(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
 """Evaluation by number of passes: loss, update norm, accuracy and bytes by hand, whatever the batch size."""
 
+import functools
 import math
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from helpers import SEQ_LEN, float64, make_batch, make_model, make_params, quick_jit, sequential_states
 
 from fbt_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, PassesConfig
 from fbt_jax.data import Data, corpus, open_data
+from fbt_jax.evaluation.intervals import pass_intervals
 from fbt_jax.evaluation.per_pass import EvalStep, PassResults, evaluate_passes, make_eval_step, together
+from fbt_jax.inference.recurrence import recurrent_states
 from fbt_jax.model.transformer import Transformer, init_params
+from fbt_jax.training.summary import interval_table, loss_table
 
 ROWS, PASSES = 7, 3  # rows that neither 2 nor 3 divides: the last batch is filled up with padding
 
@@ -235,3 +240,34 @@ def test_poll_may_end_it_between_batches(data: Data, params: Any, eval_step: Any
     assert len(calls) == 3
     with pytest.raises(ValueError, match='no validation rows'):
         evaluate_passes(eval_step, params, iter(()))
+
+
+# The exact recurrence
+
+
+@float64
+def test_the_recurrence_is_as_many_passes_as_positions() -> None:
+    """Packed rows: token by token with a cache, without one, and in T passes; states, then losses and update norm."""
+    model, batch = make_model(dtype='float64'), make_batch()
+    params = make_params(model)
+    within = batch.segment_ids > 0
+    states_BTD = np.asarray(quick_jit(functools.partial(recurrent_states, model))(params, batch))
+    np.testing.assert_allclose(states_BTD[within], sequential_states(model, params, batch)[within], atol=1e-9)
+
+    documents = [[np.array([0, 1, 2]), np.array([3, 4])]]
+
+    def results_with(num_passes: int, soft: bool) -> PassResults:
+        step = make_eval_step(model, num_passes=num_passes, by_segment=True, soft=soft)
+        return evaluate_passes(step, params, [batch], documents=documents)
+
+    many, results = results_with(SEQ_LEN, soft=False), results_with(1, soft=True)
+    assert many.documents is not None
+    assert results.documents is not None
+    np.testing.assert_allclose(results.documents.nll_KU[-1], many.documents.nll_KU[-1], rtol=1e-9)
+    np.testing.assert_allclose(results.loss_K, many.loss_K[[0, -1]], rtol=1e-9)
+    gain = results.loss_K[1] - results.loss_K[0]
+    assert abs(gain) > 1e-3
+    found = pass_intervals(results.documents, [1], soft=True)
+    assert found['difference_from_pass_1']['soft']['loss'] == pytest.approx(gain, rel=1e-9)
+    assert loss_table(results, [1], soft=True)[-1].split()[:2] == ['soft', f'{results.loss_K[-1]:.4f}']
+    assert interval_table(found)[-1].startswith('soft')

@@ -2,6 +2,7 @@
   fbt evaluate --workdir=runs/tiny
   fbt evaluate --workdir=runs/tiny --passes=1,2,3,30 --rows=64 --json=losses.json --plot=losses.png
   fbt evaluate --workdir=runs/word_problem --passes=1,4,12
+  fbt evaluate --workdir=runs/tiny --passes=1,2,3 --soft
   fbt evaluate --workdir=runs/tiny --against=runs/baseline
   fbt evaluate --workdir=runs/fbt_1b --tasks=gsm8k,math500 --task-files=benchmarks --json=scores.json
   fbt evaluate --workdir=runs/fbt_1b --tasks=humaneval,mbpp --samples=10 --temperatures=0.3,0.5,0.7
@@ -9,7 +10,8 @@
 
 Prints loss, perplexity and bits per byte after each number of passes over the run's validation rows, with 95 %
 intervals by a bootstrap over documents and paired differences; for rows that aren't text, accuracy by position.
-`passes` counts the first, plain one. A loss that depends on tokens after its target ends with status 1.
+`passes` counts the first, plain one; `--soft` adds the exact recurrence, token by token. A loss that depends on tokens
+after its target ends with status 1.
 
 With --tasks: benchmark tasks in the three modes instead, with paired tests between them and a record of each item;
 the same command again goes on where it was killed. gsm8k, math500, humaneval and mbpp are generated and judged,
@@ -32,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--passes', metavar='K,K,...', help='numbers of passes (default: 1 to two more than trained with)'
     )
+    parser.add_argument('--soft', action='store_true', help='the exact recurrence too, as soft decoding computes it')
     parser.add_argument('--step', type=int, metavar='N', help='checkpoint (default: the newest)')
     parser.add_argument(
         '--rows', type=int, default=0, metavar='N', help='validation rows, evenly spread (default: all)'
@@ -118,10 +121,11 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
     from fbt_jax.training.scoring import run_difference, score
 
     rows_logged = _metric_rows(args.workdir) if args.plot else []
-    scored = score(args.workdir, args.step, passes, rows=args.rows)
+    scored = score(args.workdir, args.step, passes, rows=args.rows, soft=args.soft)
     difference = None
     if args.against is not None:
-        difference = run_difference(scored, score(args.against, None, scored.passes, rows=args.rows, or_one=True))
+        other = score(args.against, None, scored.passes, rows=args.rows, soft=args.soft, or_one=True)
+        difference = run_difference(scored, other)
     if not is_primary():
         return
     step, passes = scored.run.step, scored.passes
@@ -129,24 +133,25 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
         total = scored.data.validation[name].num_rows
         rows = min(args.rows or total, total)
         print(f'{args.workdir}, step {step}: {rows} {name} rows, {part.tokens:,.0f} tokens')
-        print(*summary.loss_table(part, passes), sep='\n')
+        print(*summary.loss_table(part, passes, soft=args.soft), sep='\n')
         if scored.data.token_bytes is None:
-            print('accuracy by position:', *summary.position_table(part.accuracy_KP, passes), sep='\n')
+            print('accuracy by position:', *summary.position_table(part.accuracy_KP, passes, soft=args.soft), sep='\n')
     results = together(scored.by_set.values())
     if len(scored.by_set) > 1:
-        print(f'all of them: {results.tokens:,.0f} tokens', *summary.loss_table(results, passes), sep='\n')
+        lines = summary.loss_table(results, passes, soft=args.soft)
+        print(f'all of them: {results.tokens:,.0f} tokens', *lines, sep='\n')
     assert results.documents is not None
-    intervals = pass_intervals(results.documents, passes)
+    intervals = pass_intervals(results.documents, passes, soft=args.soft)
     print(*summary.interval_table(intervals), sep='\n')
     if difference is not None:
         print(*summary.difference_table(difference), sep='\n')
     print(f'causal: in passes 1 to {scored.causal_passes} no loss depends on what comes after its target')
     if args.json:
-        figures = _figures(args.workdir, step, results, passes) | {'causal_passes': scored.causal_passes}
+        figures = _figures(args.workdir, step, results, passes, args.soft) | {'causal_passes': scored.causal_passes}
         figures |= {'intervals': intervals} | ({} if difference is None else {'against': difference})
         if len(scored.by_set) > 1:
-            parts = {name: _figures(args.workdir, step, part, passes) for name, part in scored.by_set.items()}
-            figures['sets'] = parts
+            parts = scored.by_set.items()
+            figures['sets'] = {name: _figures(args.workdir, step, part, passes, args.soft) for name, part in parts}
         Path(args.json).write_text(json.dumps(figures, indent=2) + '\n')
     if args.plot:
         from fbt_jax.evaluation.plots import draw_run
@@ -173,8 +178,11 @@ def _passes(text: str) -> list[int]:
     return passes
 
 
-def _figures(workdir: str, step: int, results: Any, passes: list[int]) -> dict[str, Any]:
+def _figures(workdir: str, step: int, results: Any, passes: list[int], soft: bool) -> dict[str, Any]:
     """What the table shows, unrounded."""
+    import numpy as np
+
+    from fbt_jax.evaluation.per_pass import places
     from fbt_jax.training.metrics import validation_row
 
     bytes_per_token = results.bytes / results.tokens if results.bytes else None
@@ -185,5 +193,14 @@ def _figures(workdir: str, step: int, results: Any, passes: list[int]) -> dict[s
         bytes_per_token=bytes_per_token,
     )
     chosen = {k: v for k, v in row.items() if not k.rsplit('_', 1)[-1].isdigit() or int(k.rsplit('_', 1)[-1]) in passes}
-    accuracy = {str(k): [None if a != a else float(a) for a in results.accuracy_KP[k - 1]] for k in passes}
+    entries = places(passes, soft).items()
+    accuracy = {name: [None if a != a else float(a) for a in results.accuracy_KP[i]] for name, i in entries}
+    if soft:
+        chosen |= {
+            'loss_soft': float(results.loss_K[-1]),
+            'perplexity_soft': float(np.exp(results.loss_K[-1])),
+            'update_norm_soft': float(results.update_norm_K[-1]),
+        }
+        if results.bits_per_byte_K is not None:
+            chosen['bits_per_byte_soft'] = float(results.bits_per_byte_K[-1])
     return chosen | {'workdir': workdir, 'tokens': int(results.tokens), 'accuracy_by_position': accuracy}

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fbt_jax.evaluation.per_pass import DocumentSums
+from fbt_jax.evaluation.per_pass import DocumentSums, places
 
 LEVEL = 0.95
 RESAMPLES = 2000
 SEED = 0
 FEW = 30
-BATCH_ELEMENTS = 2**24  # of the resamples that are held at a time
+BATCH_ELEMENTS = 2**21  # of the resamples that are held at a time, of all arrays together
 
 
 Ends = list[float] | None  # None: of a single document nothing is known
@@ -62,23 +62,27 @@ def bootstrap(data: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]
         axis=-1,
         confidence_level=LEVEL,
         n_resamples=RESAMPLES,
-        batch=max(1, BATCH_ELEMENTS // data[0].size),
+        batch=max(1, BATCH_ELEMENTS // sum(x.size for x in data)),
         method='percentile',
         rng=np.random.default_rng(SEED),
     ).confidence_interval
     return interval.low, interval.high
 
 
-def pass_intervals(documents: DocumentSums, passes: Sequence[int]) -> dict[str, Any]:
-    """Intervals of loss, perplexity, bits per byte and of the paired difference from pass 1, by number of passes."""
-    chosen = [k - 1 for k in passes]
+def pass_intervals(documents: DocumentSums, passes: Sequence[int], *, soft: bool = False) -> dict[str, Any]:
+    """Intervals of loss, perplexity, bits per byte and of the paired difference from pass 1, by number of passes.
+
+    soft: the sums' last entry is the exact recurrence's.
+    """
+    entries = places(passes, soft)
+    names, chosen = list(entries), list(entries.values())
     nll_KU, differences_KU = documents.nll_KU[chosen], documents.nll_KU[chosen] - documents.nll_KU[:1]
     loss = ratios(np.concatenate([nll_KU, differences_KU]), documents.tokens_U)
     count = len(chosen)
 
     def ends(found: Ratios, first: int, change: Callable[[Any], Any] = lambda x: x) -> dict[str, Ends]:
         low_K, high_K = (change(x)[first : first + count].tolist() for x in (found.low_C, found.high_C))
-        return {str(k): ends_of(low, high) for k, low, high in zip(passes, low_K, high_K, strict=True)}
+        return {name: ends_of(low, high) for name, low, high in zip(names, low_K, high_K, strict=True)}
 
     found: dict[str, Any] = {
         'unit': 'document',
@@ -92,8 +96,8 @@ def pass_intervals(documents: DocumentSums, passes: Sequence[int]) -> dict[str, 
         found['bits_per_byte'] = ends(ratios(nll_KU / math.log(2), documents.bytes_U), 0)
     values, intervals = loss.value_C[count:].tolist(), ends(loss, count).values()
     found['difference_from_pass_1'] = {
-        str(k): {'loss': value, 'interval': interval}
-        for k, value, interval in zip(passes, values, intervals, strict=True)
-        if k > 1
+        name: {'loss': value, 'interval': interval}
+        for name, value, interval in zip(names, values, intervals, strict=True)
+        if name != '1'
     }
     return found

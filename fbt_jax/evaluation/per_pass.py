@@ -20,6 +20,7 @@ import numpy as np
 
 from fbt_jax.batch import Batch
 from fbt_jax.errors import UserError
+from fbt_jax.inference.recurrence import recurrent_states
 from fbt_jax.losses import token_losses
 from fbt_jax.model.transformer import head_table
 from fbt_jax.passes import multi_pass
@@ -94,12 +95,19 @@ EvalStep = Callable[[Any, Batch], tuple[BatchSums, SegmentSums | None]]
 
 
 def make_eval_step(
-    model: Any, *, num_passes: int, token_bytes: np.ndarray | None = None, by_segment: bool = False
+    model: Any,
+    *,
+    num_passes: int,
+    token_bytes: np.ndarray | None = None,
+    by_segment: bool = False,
+    soft: bool = False,
 ) -> EvalStep:
     """Jitted (params, batch) -> sums of one batch, for passes 1..num_passes in one scan.
 
     token_bytes: (vocab_size,) int32, bytes of text of each id, where tokens are text. by_segment: give sums by segment
-    too. Call the step within the `jax.set_mesh` of its arguments; every process gets the sums over all rows.
+    too. soft: behind the passes comes one entry more, the exact recurrence (its update is from the last pass's states);
+    positions must lie undivided then. Call the step within the `jax.set_mesh` of its arguments; every process gets the
+    sums over all rows.
     """
 
     def eval_step(params: Any, batch: Batch) -> tuple[BatchSums, SegmentSums | None]:
@@ -127,7 +135,10 @@ def make_eval_step(
                 in_segments(losses.nll_BT) if by_segment else None,
             )
 
-        yields = multi_pass(model, params, batch, num_passes=num_passes, per_pass=per_pass).yields
+        last_BTD, yields = multi_pass(model, params, batch, num_passes=num_passes, per_pass=per_pass)
+        if soft:
+            exact = per_pass(recurrent_states(model, params, batch), last_BTD)
+            yields = jax.tree.map(lambda passes, one: jnp.concatenate([passes, one[None]]), yields, exact)
         nll_KP, correct_KP, squared_update_KP, nll_KBS = yields
         ones_BT = jnp.ones_like(batch.weights)
         bytes_BT = None if token_bytes is None else jnp.asarray(token_bytes)[batch.targets]
@@ -188,6 +199,11 @@ def _by_document(pieces: list[tuple[np.ndarray, DocumentSums]]) -> DocumentSums:
 
     sums: DocumentSums = jax.tree.map(add, *(part for _, part in pieces))
     return jax.tree.map(lambda x: x[..., sums.tokens_U > 0], sums)
+
+
+def places(passes: Iterable[int], soft: bool = False) -> dict[str, int]:
+    """By name, where a result's entries stand: those of numbers of passes, and of the recurrence behind all passes."""
+    return {str(k): k - 1 for k in passes} | ({'soft': -1} if soft else {})
 
 
 def together(results: Iterable[PassResults]) -> PassResults:

@@ -126,6 +126,35 @@ def draw_curves(path: str, curves: Iterable[Shown], *, xlabels: Sequence[str], y
     figure.savefig(path, dpi=130)
 
 
+def draw_probes(path: str, figures: dict[str, Any]) -> None:
+    """A PNG of what `fbt diagnose --probes` found: accuracy by depth, a row of panels a task, a line a mode."""
+    by_task: dict[str, list[Any]] = {}
+    for result in figures['results']:
+        by_task.setdefault(result['task'], []).append(result)
+    figure, axes = _grid(len(by_task), max(map(len, by_task.values())), size=(3.0, 2.6))
+    depths = np.arange(len(figures['depths']))
+    for row, results in zip(axes, by_task.values(), strict=True):
+        for panel, result in zip(row, results, strict=False):
+            for i, (mode, found) in enumerate(result['modes'].items()):
+                colour = COLOURS[(i - 1) % len(COLOURS)] if i else '0.2'  # the first is the plain one
+                panel.plot(depths, found['accuracy'], color=colour, marker='.', linestyle=LINES[i == 0], label=mode)
+                low, high = zip(*(ends or (np.nan, np.nan) for ends in found['interval']), strict=True)
+                panel.fill_between(depths, low, high, color=colour, alpha=0.1, linewidth=0)
+            panel.axhline(figures['chance'], color='0.4', linestyle=':', linewidth=1)
+            panel.set_title(f'{result["task"]}\n{result["setting"]}', fontsize=9)
+            shown = [*depths[:: 1 + (len(depths) - 2) // 8]]
+            panel.set_xticks(shown, [figures['depths'][d] for d in shown])
+            panel.set_ylim(0.4, 1.03)
+        for unused in row[len(results) :]:
+            unused.set_axis_off()
+        row[0].set_ylabel('accuracy')
+    for panel in axes[-1]:
+        panel.set_xlabel('depth')
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc='outside upper center', ncols=len(labels), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=80)
+
+
 def _draw_panel(axes: Any, panel: Panel) -> None:
     x = np.arange(len(panel.x)) if isinstance(panel.x[0], str) else np.array(panel.x)
     for (label, runs), colour in zip(panel.curves.items(), COLOURS, strict=False):
@@ -140,14 +169,22 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def _figure(columns: int, rows: int = 1) -> tuple[Any, Any]:
+    """Panels in one row after the other."""
+    figure, axes = _grid(rows, columns, size=(5.6, 3.8))
+    return figure, axes.ravel()
+
+
+def _grid(rows: int, columns: int, *, size: tuple[float, float]) -> tuple[Any, Any]:
+    """`size`: of each panel, in inches."""
     import matplotlib
 
     matplotlib.use('agg')
     from matplotlib import pyplot
 
-    size = (5.6 * columns, 3.8 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout='constrained', squeeze=False)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(size[0] * columns, size[1] * rows), layout='constrained', squeeze=False
+    )
     for ax in axes.flat:
         ax.spines[['top', 'right']].set_visible(False)
         ax.grid(alpha=0.25)
-    return figure, axes.ravel()
+    return figure, axes

@@ -224,7 +224,8 @@ class Transformer(nn.Module):
           a document (segment ids above 0).
 
         Returns:
-          (B, T, D) in the compute dtype; with a cache (states, cache).
+          (B, T, D) in the compute dtype; with a cache (states, cache). With one and `mutable='intermediates'` it keeps
+          `depths`, (L + 1, B, T, D): the stack's input and the residual stream after each layer.
 
         Raises:
           ValueError: previous states are given to a model whose fusion is 'none'.
@@ -283,11 +284,13 @@ class Transformer(nn.Module):
         """
         c = self.config
         block, period = Block(c, parent=None), kv_cache.period(c)
+        kept = self.is_mutable_collection('intermediates')
         layers = self.variables['params']['layers']
 
-        def turn(carry: tuple[jax.Array, Cache], number: jax.Array) -> tuple[tuple[jax.Array, Cache], None]:
+        def turn(carry: tuple[jax.Array, Cache], number: jax.Array) -> tuple[tuple[jax.Array, Cache], Any]:
             x_BTD, caches = carry
             out: list[Any] = []
+            depths: list[Any] = []
             for i, cache in enumerate(caches):
                 at = number * period + i
                 one = {'params': jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=at, keepdims=False), layers)}
@@ -295,9 +298,14 @@ class Transformer(nn.Module):
                 result: Any = block.apply(one, x_BTD, windowed, positions_BT, segment_ids_BT, part)
                 x_BTD, part = result
                 out.append(part.cache)
-            return (x_BTD, tuple(out)), None
+                depths.append(x_BTD)
+            return (x_BTD, tuple(out)), jnp.stack(depths) if kept else None
 
-        return jax.lax.scan(turn, (x_BTD, cache), jnp.arange(c.num_layers // period))[0]
+        result, after_RpBTD = jax.lax.scan(turn, (x_BTD, cache), jnp.arange(c.num_layers // period))
+        if kept:
+            after_LBTD = after_RpBTD.reshape(c.num_layers, *x_BTD.shape)
+            self.sow('intermediates', 'depths', jnp.concatenate([x_BTD[None], after_LBTD]))
+        return result
 
 
 def _state(x_BTD: jax.Array) -> jax.Array:

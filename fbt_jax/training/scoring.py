@@ -16,7 +16,7 @@ from fbt_jax.data import Data, open_data
 from fbt_jax.errors import UserError
 from fbt_jax.evaluation.causality import require_causal
 from fbt_jax.evaluation.intervals import ends_of, ratios
-from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step, together
+from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step, places, together
 from fbt_jax.sharding import batch_shards
 from fbt_jax.training.loop import validation_batches
 from fbt_jax.training.run_folder import Run, data_folder, load_run, require_data, spread
@@ -31,12 +31,22 @@ class Scored(NamedTuple):
     passes: list[int]
     by_set: dict[str, PassResults]
     causal_passes: int  # how many passes were checked
+    soft: bool  # whether the exact recurrence follows as the last entry
 
 
-def score(workdir: str, step: int | None, passes: list[int] | None, *, rows: int = 0, or_one: bool = False) -> Scored:
+def score(
+    workdir: str,
+    step: int | None,
+    passes: list[int] | None,
+    *,
+    rows: int = 0,
+    soft: bool = False,
+    or_one: bool = False,
+) -> Scored:
     """The run in `workdir` after each of `passes` passes (default: one to two more than trained with).
 
-    rows: of each validation set, evenly spread (0: all). or_one: a run without feedback makes its one pass instead.
+    rows: of each validation set, evenly spread (0: all). soft: the exact recurrence too, token by token. or_one: a run
+    without feedback makes its one pass instead of either.
 
     Raises:
       UserError: no such run or step, other data, no validation data, passes that it cannot make.
@@ -45,7 +55,9 @@ def score(workdir: str, step: int | None, passes: list[int] | None, *, rows: int
     trained = load_run(workdir, step)
     config = trained.config
     if or_one and config.model.fusion == 'none':
-        passes = [1]
+        passes, soft = [1], False
+    if soft and not trained.trained_feedback:
+        raise UserError(f'--soft: {workdir} was trained without feedback')
     passes = passes or list(range(1, config.passes.max_passes + 3 if config.model.fusion != 'none' else 2))
     if max(passes) > 1 and config.model.fusion == 'none':
         told = f'--passes={",".join(map(str, passes))}'
@@ -54,9 +66,11 @@ def score(workdir: str, step: int | None, passes: list[int] | None, *, rows: int
     require_data(workdir, data)
     if not data.validation:
         raise UserError(f'{workdir} was trained without validation data (data.validation)')
-    trained, mesh = spread(trained)
+    trained, mesh = spread(trained, split_rows=not soft)
     shards = batch_shards(mesh)
-    eval_step = make_eval_step(trained.model, num_passes=max(passes), token_bytes=data.token_bytes, by_segment=True)
+    eval_step = make_eval_step(
+        trained.model, num_passes=max(passes), token_bytes=data.token_bytes, by_segment=True, soft=soft
+    )
     checked = min(max(passes), CHECKED_PASSES)
     by_set = {}
     with jax.set_mesh(mesh):
@@ -67,7 +81,7 @@ def score(workdir: str, step: int | None, passes: list[int] | None, *, rows: int
             batches = validation_batches(data, name, mesh, size, max_rows=rows)
             documents = data.validation_documents(name, size, max_rows=rows)
             by_set[name] = evaluate_passes(eval_step, trained.params, batches, documents=documents)
-    return Scored(workdir, trained, data, passes, by_set, checked)
+    return Scored(workdir, trained, data, passes, by_set, checked, soft)
 
 
 def require_comparable(one: Scored, other: Scored) -> None:
@@ -105,15 +119,21 @@ def run_difference(one: Scored, other: Scored) -> dict[str, Any]:
     nats = same_tokenizer(one, other)
     counts_U = a.tokens_U if nats else a.bytes_U
     assert counts_U is not None
-    other_passes = [min(k, len(b.nll_KU)) for k in one.passes]
-    differences_CU = a.nll_KU[[k - 1 for k in one.passes]] - b.nll_KU[[k - 1 for k in other_passes]]
+    entries = places(one.passes, one.soft)
+    # One without feedback has a single pass, which stands against all.
+    others = {name: 0 if len(b.nll_KU) == 1 else i for name, i in entries.items()}
+    differences_CU = a.nll_KU[[*entries.values()]] - b.nll_KU[[*others.values()]]
     found = ratios(differences_CU if nats else differences_CU / math.log(2), counts_U)
     return {
         'workdir': other.workdir,
         'step': other.run.step,
         'unit': 'nats per token' if nats else 'bits per byte',
         'passes': {
-            str(k): {'other_passes': j, 'difference': float(value), 'interval': ends_of(low, high)}
-            for k, j, value, low, high in zip(one.passes, other_passes, *found, strict=True)
+            name: {
+                'other_passes': 'soft' if j < 0 else j + 1,
+                'difference': float(value),
+                'interval': ends_of(low, high),
+            }
+            for (name, j), value, low, high in zip(others.items(), *found, strict=True)
         },
     }

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from fbt_jax.config import Config
 from fbt_jax.evaluation.intervals import FEW, LEVEL, Ends
-from fbt_jax.evaluation.per_pass import PassResults
+from fbt_jax.evaluation.per_pass import PassResults, places
 from fbt_jax.sharding import MAX_REPLICATED, placements
 from fbt_jax.training.compiler import Setup, shardings_of
 from fbt_jax.training.flops import train_flops
@@ -88,21 +88,23 @@ def cost_lines(config: Config, state: TrainState, compiled: Any) -> list[str]:
     return lines
 
 
-def loss_table(results: PassResults, passes: Iterable[int]) -> list[str]:
-    """Validation loss after each of `passes` passes; per token and byte for text, with the accuracy elsewhere."""
+def loss_table(results: PassResults, passes: Iterable[int], *, soft: bool = False) -> list[str]:
+    """Validation loss after each of `passes` passes; per token and byte for text, with the accuracy elsewhere.
+
+    soft: the results' last entry is the exact recurrence's.
+    """
     text = results.bits_per_byte_K is not None
     header = ('passes', 'nats/token', 'perplexity') + (('nats/byte', 'bits/byte') if text else ('accuracy',))
     rows = [(*header, 'update norm')]
-    for k in passes:
-        i = k - 1
+    for name, i in places(passes, soft).items():
         columns: list[float]
         if results.nats_per_byte_K is not None and results.bits_per_byte_K is not None:
             columns = [results.nats_per_byte_K[i], results.bits_per_byte_K[i]]
         else:
             columns = [results.accuracy_K[i]]
         loss = results.loss_K[i]
-        update = f'{results.update_norm_K[i]:.4f}' if k > 1 else ''
-        rows.append((str(k), f'{loss:.4f}', f'{np.exp(loss):.2f}', *(f'{c:.4f}' for c in columns), update))
+        update = f'{results.update_norm_K[i]:.4f}' if i else ''
+        rows.append((name, f'{loss:.4f}', f'{np.exp(loss):.2f}', *(f'{c:.4f}' for c in columns), update))
     return table(rows)
 
 
@@ -136,11 +138,11 @@ def _ends(interval: Ends, sign: str = '') -> str:
     return '?' if interval is None else f'{interval[0]:{sign}.4f} to {interval[1]:{sign}.4f}'
 
 
-def position_table(accuracy_KP: np.ndarray, passes: Iterable[int]) -> list[str]:
+def position_table(accuracy_KP: np.ndarray, passes: Iterable[int], *, soft: bool = False) -> list[str]:
     """Accuracy by position within the document (columns, from 1) after each of `passes` passes (rows)."""
     positions = [p for p in range(accuracy_KP.shape[1]) if np.isfinite(accuracy_KP[0, p])]
     rows = [('passes', *(str(p + 1) for p in positions))]
-    rows += [(str(k), *(f'{accuracy_KP[k - 1, p]:.3f}' for p in positions)) for k in passes]
+    rows += [(k, *(f'{accuracy_KP[i, p]:.3f}' for p in positions)) for k, i in places(passes, soft).items()]
     return table(rows)
 
 
