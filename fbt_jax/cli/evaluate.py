@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _run_tasks(args: argparse.Namespace) -> int:
-    for flag in ('passes', 'rows', 'against', 'plot'):
+    for flag in ('passes', 'soft', 'rows', 'against', 'plot'):
         if getattr(args, flag):
             raise UserError(f'--{flag}={getattr(args, flag)}: has no effect with --tasks')
     require_outputs(args)
