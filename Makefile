@@ -13,7 +13,7 @@ demo: .venv/installed
 	$(BIN)/python launch/word_problem.py --workdir=runs/demo $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 	@echo 'left out: the slow tests (make test-slow)'
 
 test-slow: .venv/installed

@@ -87,6 +87,7 @@ class ModelConfig:
         require(self.window >= 0, 'model.window', self.window, 'must be 0 (full attention) or a number of keys')
         every = self.full_attention_every
         require(every >= 0, 'model.full_attention_every', every, 'must not be negative')
+        require(every > 0 or self.window > 0, 'model.full_attention_every', every, 'has no effect without model.window')
         require(
             not self.window or every == 0 or self.num_layers % every == 0,
             'model.full_attention_every',

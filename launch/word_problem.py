@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument('--workdir', default='runs/demo')
     parser.add_argument('--seeds', default='0')
     args = parser.parse_args()
+    if not all(seed.isdigit() for seed in args.seeds.split(',')):
+        parser.error(f'--seeds={args.seeds}: must be whole numbers, as 0,1,2')
     out = Path(args.workdir)
     config = load_config_file(str(CONFIG), {})
     plain = [

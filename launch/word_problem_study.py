@@ -1,4 +1,4 @@
-"""What latent feedback learns of word problems, setting by setting: the picture and the table in the README.
+"""What latent feedback learns of word problems, setting by setting: the tables in the README.
 
     python launch/word_problem_study.py --workdir=runs/study                     # one seed: hours on two CPU cores
     python launch/word_problem_study.py --workdir=runs/study --seeds=0,1,2
@@ -25,6 +25,7 @@ import numpy as np
 from fbt_jax.config import Config
 from fbt_jax.config_file import load_config_file
 from fbt_jax.evaluation.plots import Panel, draw_panels
+from fbt_jax.files import replace
 
 CONFIG = Path(__file__).parents[1] / 'configs' / 'word_problem.py'
 TRAINED, READ, ROWS = 12, 48, 512  # positions; rows of validation data
@@ -107,7 +108,7 @@ def accuracy(workdir: Path) -> dict[str, list[float]]:
         rows = open_data(dataclasses.replace(run.config, data=data)).validation['validation']
         batches = [rows.batch(range(i, i + 128)) for i in range(0, ROWS, 128)]
         results = evaluate_passes(make_eval_step(run.model, num_passes=passes[-1]), run.params, batches)
-        kept.write_text(json.dumps({str(k): results.accuracy_KP[k - 1].tolist() for k in passes}))
+        replace(kept, json.dumps({str(k): results.accuracy_KP[k - 1].tolist() for k in passes}))
     return json.loads(kept.read_text())
 
 
@@ -190,8 +191,11 @@ def main() -> None:
     parts = args.only.split(',')
     if unknown := [part for part in parts if part not in STUDY]:
         parser.error(f'--only: no part {unknown[0]}; must be of {", ".join(STUDY)}')
+    seeds = args.seeds.split(',')
+    if not all(seed.isdigit() for seed in seeds):
+        parser.error(f'--seeds={args.seeds}: must be whole numbers, as 0,1,2')
     out = Path(args.workdir)
-    found = run_study(out, parts, [int(seed) for seed in args.seeds.split(',')])
+    found = run_study(out, parts, [int(seed) for seed in seeds])
     (out / 'study.json').write_text(json.dumps(found, indent=1) + '\n')
     print(*table(found), sep='\n')
     draw_panels(str(out / 'study.png'), [panel for part in parts for panel in PANELS[part](found[part])])

@@ -48,6 +48,7 @@ def make_run(
 ) -> str:
     """A run's folder: `loss` gives the losses by pass at so many tokens, `drawn` the passes of each step."""
     config = to_dict(Config(model=ModelConfig(**SMALL)))
+    config['training']['steps'] = steps
     config['data'] |= {'source': 'austen', 'tokenizer': 'bytes', 'seq_len': 64, 'batch_size': 4}
     for key, value in changes.items():
         section, _, name = key.rpartition('__')
@@ -190,6 +191,25 @@ def test_runs_that_differ_in_their_seed_are_one_group(tmp_path: Path) -> None:
     assert compare([a0, a1]).factors == []
     with pytest.raises(UserError, match='are the same run twice: one config, seed 0'):
         compare([a0, b0, a0])
+
+
+def test_files_of_a_run_are_not_written_over(tmp_path: Path, baseline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / 'run', steps=20, loss=lambda n: [power_law(n)])
+    (tmp_path / 'run' / 'checkpoints').mkdir()
+    before = (tmp_path / 'run' / 'config.json').read_bytes()
+    for name in ('config.json', 'metrics.jsonl', 'checkpoints/a.json'):
+        assert main(['compare', baseline, run, f'--json={run}/{name}']) == 2
+        assert 'is a file of the run itself' in capsys.readouterr().err
+    assert (tmp_path / 'run' / 'config.json').read_bytes() == before
+    assert main(['compare', baseline, run, f'--json={run}/figures.json']) == 0
+
+
+def test_a_run_that_has_not_ended_is_named(tmp_path: Path, baseline: str) -> None:
+    run = make_run(tmp_path / 'run', steps=20, loss=lambda n: [power_law(n)])
+    lines = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (tmp_path / 'run' / 'metrics.jsonl').write_text(''.join(lines[:30]))  # two a step
+    notes = compare([baseline, run]).notes
+    assert f'{run} has not ended: its last evaluation is at step 15 of 20' in notes
 
 
 def test_a_loss_that_was_not_finite(tmp_path: Path, baseline: str) -> None:

@@ -171,6 +171,14 @@ def test_a_wrong_argument_is_told(run: Run, options: dict[str, Any], told: str) 
         generate(run, ['a'], **options)
 
 
+def test_without_a_number_it_writes_what_the_context_leaves(run: Run) -> None:
+    written = generate(run, ['x' * 30, 'a'], mode='standard', temperature=1.0)
+    most = CONTEXT - 31  # BOS and 30 bytes
+    assert [len(t) for t, f in zip(written.tokens, written.finished, strict=True) if f == 'length'] == [most] * 2
+    with pytest.raises(UserError, match='a prompt of 64 tokens and max_tokens = 1 are more than the trained context'):
+        generate(run, ['x' * 63], mode='standard')
+
+
 def test_a_model_without_trained_feedback_is_read_plainly(run: Run) -> None:
     plain = run._replace(trained_feedback=False)
     assert generate(plain, ['a'], mode='standard', max_tokens=3).tokens

@@ -151,8 +151,28 @@ def test_flush_puts_rows_on_disk(tmp_path, monkeypatch):
 
 def test_a_broken_line_inside_is_an_error(tmp_path):
     path = tmp_path / 'metrics.jsonl'
-    path.write_text('{"step": 1, "split": "train"}\n{"step": 2, "sp\n{"step": 3, "split": "train"}\n')
+    first, second, third = (json.dumps(train_row(step)) for step in (1, 2, 3))
+    path.write_text(f'{first}\n{second[:30]}\n{third}\n')
     with pytest.raises(ValueError, match='line 2 is not a row'):
         metrics.read_rows(path)
-    path.write_text('{"step": 1, "split": "train"}\n{"step": 2, "sp')
-    assert metrics.read_rows(path) == [{'step': 1, 'split': 'train'}]
+    path.write_text(f'{first}\n{second[:30]}')
+    assert metrics.read_rows(path) == [train_row(1)]
+
+
+@pytest.mark.parametrize(
+    ('change', 'told'),
+    [
+        ({'step': '2'}, 'is not a row'),
+        ({'loss_pass_1': 'abc'}, 'is not a row'),
+        ({'tokens': None}, 'is not a row'),
+        ({'passes': 9}, 'is not a row'),
+        ({'split': 'test'}, 'is not a row'),
+        ({'split': 3}, 'is not a row'),
+        ({'step': 1}, 'step 1 of train comes after a later one, or again'),
+    ],
+)
+def test_a_row_that_readers_would_stumble_over_is_named(tmp_path, change, told):
+    path = tmp_path / 'metrics.jsonl'
+    path.write_text(''.join(json.dumps(row) + '\n' for row in (train_row(1), train_row(2) | change)))
+    with pytest.raises(ValueError, match=f'line 2:? {told}'):
+        metrics.read_rows(path)

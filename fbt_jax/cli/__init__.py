@@ -103,10 +103,21 @@ def require_outputs(args: argparse.Namespace) -> None:
     """UserError unless `--json`, and `--plot` where the verb has it, can be written."""
     for flag in ('json', 'plot'):
         path = getattr(args, flag, None)
-        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        if path is None:
+            continue
+        if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
             raise UserError(f'--{flag}={path}: must be a file in a folder that exists')
-        if path is not None and flag == 'plot' and not path.endswith('.png'):
+        if _of_a_run(Path(path).resolve()):
+            raise UserError(f'--{flag}={path}: is a file of the run itself; give it another name')
+        if flag == 'plot' and not path.endswith('.png'):
             raise UserError(f'--plot={path}: must end in .png')
+
+
+def _of_a_run(path: Path) -> bool:
+    """Whether training wrote the file at `path`, or might."""
+    own = {'config.json', 'config.py', 'metrics.jsonl', 'checkpoints', 'data', 'tensorboard'}
+    runs = (folder for folder in path.parents if (folder / 'config.json').is_file())
+    return any(path.relative_to(folder).parts[0] in own for folder in runs)
 
 
 def no_more_arguments(rest: list[str]) -> None:

@@ -20,7 +20,8 @@ HELP = 'time the train step on the devices present'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--config', required=True, metavar='FILE', help='Python file with get_config()')
+    default = 'configs/tiny.py'
+    parser.add_argument('--config', default=default, metavar='FILE', help=f'with get_config() (default: {default})')
     parser.add_argument('--rounds', type=int, default=5, metavar='N', help='timed steps for each pass count')
     parser.add_argument('--json', metavar='FILE', help='write the figures there too')
 

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument('--prompt-file', metavar='FILE', help='a prompt a line')
     prompts.add_argument('--interactive', action='store_true', help='asks for a prompt again and again; ends with EOF')
     parser.add_argument('--mode', required=True, choices=('standard', 'soft', 'fused'))
-    parser.add_argument('--max-tokens', type=int, default=128, metavar='N', help='new tokens at most (default: 128)')
+    parser.add_argument(
+        '--max-tokens', type=int, metavar='N', help='new tokens at most (default: 128, or what the context leaves)'
+    )
     parser.add_argument('--temperature', type=float, default=0.0, metavar='X', help='0, the default, is greedy')
     parser.add_argument('--top-k', type=int, default=0, metavar='K', help='only the K likeliest tokens (0: all)')
     parser.add_argument('--top-p', type=float, default=1.0, metavar='P', help='only the likeliest that make up P')

@@ -112,7 +112,10 @@ def read_file(path: Path, *, saved: Path | None, bos: str, eos: str, pattern: st
         content = found.read_bytes()
     except OSError as error:
         raise UserError(f'data.tokenizer = {str(path)!r}: {error.strerror}') from None
-    return FileTokenizer(content, found, bos=bos, eos=eos, pattern=pattern)
+    try:
+        return FileTokenizer(content, path, bos=bos, eos=eos, pattern=pattern)
+    except UserError as error:
+        raise error if found is path else UserError(f'{error} (read from its copy {found})') from None
 
 
 def _hugging_face(file: _File) -> _Loaded:

@@ -19,6 +19,7 @@ from fbt_jax.model.transformer import compute_dtype
 from fbt_jax.sharding import RULES, axis_size
 
 LEAST = 128  # what prompts, caches and new tokens are rounded up to: kernels want as much, and few programs serve all
+MAX_TOKENS = 128  # where none are asked for and the context leaves as many
 STEPS_AT_A_TIME = 16  # between two looks at the texts
 MOST_SAMPLES = 2**10  # a row's number is that of its prompt times this, and of its sample
 MOST_PROMPTS = 2**31 // MOST_SAMPLES  # so that it is an int32
@@ -55,7 +56,7 @@ def stream(
     prompts: Sequence[str | Sequence[int]],
     *,
     mode: str = 'soft',
-    max_tokens: int = 64,
+    max_tokens: int | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -71,6 +72,7 @@ def stream(
       run: of `load_run`. Within `jax.set_mesh` its parameters lie on the mesh, which must not split positions.
       prompts: texts, to which BOS is added, or lists of ids that are taken as they are.
       mode: 'standard', 'soft' or 'fused' (method.md section 5).
+      max_tokens: new ones, at most; None: MAX_TOKENS, or what the longest prompt leaves of the trained context.
       temperature: 0 is greedy. top_k, top_p: see sampling.py; they have no meaning for greedy.
       num_samples: continuations of each prompt, from one reading of it.
       seed: rows draw by (seed, prompt's number, sample's number, step), whatever is decoded beside them.
@@ -103,6 +105,8 @@ def stream(
     require(fit, 'numbers', numbers, f'must be one of 0..{MOST_PROMPTS - 1} for each prompt')
     context = run.config.data.seq_len
     longest = max(map(len, ids))
+    if max_tokens is None:
+        max_tokens = max(1, min(MAX_TOKENS, context - longest))
     if longest + max_tokens > context:
         raise UserError(
             f'a prompt of {longest} tokens and max_tokens = {max_tokens} are more than the trained context of {context}'
@@ -148,7 +152,7 @@ def check(
     run: Any,
     *,
     mode: str,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -161,10 +165,15 @@ def check(
     require(mode in MODES, 'mode', mode, f'must be one of {", ".join(MODES)}')
     if mode != 'standard' and not run.trained_feedback:
         raise UserError(f'mode = {mode!r}: this model was not trained with feedback; only standard is possible')
-    whole = {'max_tokens': max_tokens, 'top_k': top_k, 'num_samples': num_samples, 'fused_passes': fused_passes}
+    whole = {
+        'max_tokens': max_tokens or MAX_TOKENS,
+        'top_k': top_k,
+        'num_samples': num_samples,
+        'fused_passes': fused_passes,
+    }
     for name, value in whole.items():
         require(isinstance(value, int) and value < 2**31, name, value, 'must be a whole number below 2**31')
-    require(max_tokens >= 1, 'max_tokens', max_tokens, 'must be at least 1')
+    require(max_tokens is None or max_tokens >= 1, 'max_tokens', max_tokens, 'must be at least 1')
     require(temperature == 0 or 1e-4 <= temperature <= 1e4, 'temperature', temperature, 'must be 0 or lie in 1e-4..1e4')
     require(top_k >= 0, 'top_k', top_k, 'must not be negative')
     require(0 < top_p <= 1, 'top_p', top_p, 'must lie in (0, 1]')

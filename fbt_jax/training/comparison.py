@@ -150,6 +150,10 @@ def read_curve(workdir: str, unit: str) -> Curve:
     notes = []
     if between:
         notes.append(f'{workdir}: {between} of {len(within)} evaluations lie between two train rows, interpolated')
+    if steps_N[-1] < config.training.steps:
+        notes.append(
+            f'{workdir} has not ended: its last evaluation is at step {steps_N[-1]} of {config.training.steps}'
+        )
     if len(within) < len(shown):
         notes.append(f'{workdir}: {len(shown) - len(within)} evaluations outside the train rows left out')
     if config.init.from_:

@@ -193,15 +193,32 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     """
     lines = Path(path).read_text(encoding='utf-8', errors='replace').split('\n')
     *whole, _ = lines  # a whole line ends in a newline, so what follows the last one is empty or torn
-    rows = []
+    rows: list[Row] = []
+    last: dict[str, int] = {}
     for number, line in enumerate(whole, start=1):
         try:
             row = json.loads(line)
-            row['step'], row['split']
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f'{path}: line {number} is not a row of metrics: {line[:80]!r}') from None
+            fine = _is_row(row)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            fine = False
+        if not fine:
+            raise ValueError(f'{path}: line {number} is not a row of metrics: {line[:80]!r}')
+        if row['step'] <= last.get(row['split'], -1):
+            raise ValueError(
+                f'{path}: line {number}: step {row["step"]} of {row["split"]} comes after a later one, or again'
+            )
+        last[row['split']] = row['step']
         rows.append(row)
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it has what its readers take for granted. KeyError, TypeError, AttributeError: no."""
+    kind = row['split'].split('/')[0]
+    counts = ['step', 'passes', *(('tokens', 'token_passes') if kind == 'train' else ())]
+    losses = [row[f'loss_pass_{k}'] for k in range(1, row['passes'] + 1)]
+    numbers = all(loss is None or isinstance(loss, int | float) for loss in losses)
+    return kind in ('train', 'validation') and all(type(row[name]) is int for name in counts) and numbers
 
 
 def _line(row: Row) -> str:
