@@ -118,9 +118,12 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
     from fbt_jax.evaluation.per_pass import together
     from fbt_jax.training import summary
     from fbt_jax.training.processes import is_primary
+    from fbt_jax.training.run_folder import read_config
     from fbt_jax.training.scoring import run_difference, score
 
     rows_logged = _metric_rows(args.workdir) if args.plot else []
+    if args.against is not None:
+        read_config(args.against)  # before anything takes long
     scored = score(args.workdir, args.step, passes, rows=args.rows, soft=args.soft)
     difference = None
     if args.against is not None:
