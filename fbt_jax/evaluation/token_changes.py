@@ -95,8 +95,9 @@ def _named(losses: Losses, name_of: Callable[[int], str]) -> list[Table]:
     ids_N, count_N = np.unique(losses.targets_BT[losses.counted_BT], return_inverse=True)
     occurrences = np.bincount(count_N)
     first, last = (np.bincount(count_N, losses.nll_KBT[k][losses.counted_BT]) / occurrences for k in (0, -1))
+    change = np.round(last - first, 3)  # as it is shown
     often = np.flatnonzero(occurrences >= LEAST_OCCURRENCES)
-    order = often[np.argsort((last - first)[often])]
+    order = often[np.argsort(change[often], stable=True)]
     head = ('token', 'times', 'after pass 1', f'after {len(losses.nll_KBT)}', 'difference', '95 % interval')
     tables = []
     for told, chosen in (('cheapest', order[:NAMED]), ('dearest', order[::-1][:NAMED])):
@@ -106,17 +107,18 @@ def _named(losses: Losses, name_of: Callable[[int], str]) -> list[Table]:
                 f'{occurrences[i]:,}',
                 f'{first[i]:.3f}',
                 f'{last[i]:.3f}',
-                f'{last[i] - first[i]:+z.3f}',
+                f'{change[i]:+z.3f}',
                 _interval(losses, int(ids_N[i])),
             )
             for i in chosen
-            if (last[i] < first[i]) == (told == 'cheapest')
+            if (change[i] < 0 if told == 'cheapest' else change[i] > 0)
         ]
         if rows:
             side = 'cheaper' if told == 'cheapest' else 'dearer'
             caption = (
                 f'Tokens that got {side} most, mean loss in nats, of the {len(often):,} that occur {LEAST_OCCURRENCES} '
-                'times or more. Chosen as extremes: by themselves they would change less. Intervals over documents.'
+                'times or more. Chosen as extremes: by themselves they would change less. Intervals over '
+                'the documents in which a token occurs.'
             )
             tables.append(Table(caption, head, rows))
     return tables

@@ -263,8 +263,8 @@ def _factor_blocks(result: Comparison, against: str, config: Config) -> list[Blo
         f'training (metrics.jsonl, step {result.groups[1].steps_N[-1]:,}, on {logged_on(config)})'
     )
     signs = {
-        '>': "> the baseline's curve ends before it comes down to that loss, so that it needs more than this",
-        '<': "< the baseline's first evaluation is at or below that loss already, so that it needs less than this",
+        '>': "> says that the baseline's curve ends before it comes down to that loss, so that it needs more than this",
+        '<': "< says that the baseline's first evaluation is at or below that loss, so that it needs less than this",
     }
     told = [text for sign, text in signs.items() if any(sign in cell for row in rows for cell in row[2:])]
     bounds = [Text(f'{"; ".join(told)}. Nothing is extrapolated.')] if told else []
