@@ -83,7 +83,7 @@ def report(asked: Asked) -> str:
     figures, map_blocks = _map(asked, trained)
     tokens = _or_why(lambda: _tokens(workdir, trained), workdir)
     if asked.against and scored is not None:
-        compared += _or_why(lambda: _difference(asked, scored), workdir, asked.against)
+        compared += _or_why(lambda: difference_from(asked, scored), workdir, asked.against)
 
     bands = draw.phase_bands(config.passes, config.training.steps)
     curves: list[Block] = [*draw.training_figures(rows, bands)]
@@ -92,7 +92,7 @@ def report(asked: Asked) -> str:
     sections = [
         Section('summary', 'Summary', [summary, origin_table(workdir, record, trained)]),
         Section('training', 'Training', curves),
-        Section('evaluation', 'Loss by passes', why or _evaluation(scored)),
+        Section('evaluation', 'Loss by passes', evaluation_blocks(scored) if scored else why),
         Section('map', 'The feedback map, iterated', map_blocks),
         Section('samples', 'Samples', samples),
         Section('tokens', 'Token by token', tokens),
@@ -148,8 +148,7 @@ def _scored(asked: Asked, trained: Run | None) -> tuple[Scored | None, list[Bloc
     return (scored[0] if scored else None), why
 
 
-def _evaluation(scored: Scored | None) -> list[Block]:
-    assert scored is not None
+def evaluation_blocks(scored: Scored) -> list[Block]:
     results = together(scored.by_set.values())
     assert results.documents is not None
     intervals = pass_intervals(results.documents, scored.passes)
@@ -275,7 +274,8 @@ def _tokens(workdir: str, trained: Run | None) -> list[Block]:
     return change_blocks(losses, token_names(trained.tokenizer))
 
 
-def _difference(asked: Asked, scored: Scored) -> list[Block]:
+def difference_from(asked: Asked, scored: Scored) -> list[Block]:
+    """From the other run, on the same documents."""
     assert asked.against is not None
     other = score(asked.against, None, scored.passes, rows=asked.rows, or_one=True)
     try:
