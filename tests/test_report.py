@@ -158,7 +158,7 @@ def test_a_diverged_run_is_drawn() -> None:
         'From step 10 on, all of the 4 validation rows',
     ]
     assert draw.broken_rows(rows_of(steps=40)) == []
-    rows[-1] |= {'loss_pass_1': 2.0}
+    rows[-1] |= {'loss_pass_1': 2.0, 'grad_norm': 1.0}
     assert draw.broken_rows(rows)[1].text.startswith('From step 10 on, 3 of the 4 validation rows have a loss or norm')
     nothing = {'singular_values': [math.nan], 'rollout_state_norm': [1.0, math.nan], 'loss': [math.nan] * 20}
     nothing |= {'update_norm': [None, *[math.nan] * 19], 'rate': {'value': math.nan}}
@@ -337,15 +337,13 @@ def test_a_difference_says_what_either_was_trained_with(tmp_path: Path) -> None:
     a, b = (scored(name, step=step, rows=9, tokens=900, documents=9) for name, step in ((one, 25), (two, 15)))
     entry = {'other_passes': 1, 'difference': -1e-9, 'interval': [-2e-9, 0.5]}
     difference = {'workdir': two, 'step': 15, 'unit': 'nats per token', 'passes': {'1': entry}}
-    table, trained = difference_blocks(difference, a, b)
-    assert isinstance(table, Table)
-    assert isinstance(trained, Table)
+    table, trained = (cast(Table, block) for block in difference_blocks(difference, a, b))
     assert table.rows == [('1', '1', '+0.0000 (+0.0000 to +0.5000)')]
     assert f'Loss at step 25 less that of {two} at step 15' in table.caption
     assert 'over 9 documents; of so few' in table.caption
     assert [row[:4] for row in trained.rows] == [(one, '25', '25,000', '50,000'), (two, '15', '15,000', '15,000')]
     (tmp_path / 'two' / 'metrics.jsonl').unlink()
-    assert difference_blocks(difference, a, b)[1].rows[1][2:] == ('unknown',) * 3  # type: ignore[union-attr]
+    assert cast(Table, difference_blocks(difference, a, b)[1]).rows[1][2:] == ('unknown',) * 3
 
 
 def test_rows_of_another_tokenizer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +356,7 @@ def test_rows_of_another_tokenizer_are_named(monkeypatch: pytest.MonkeyPatch) ->
     any_scored = cast(Any, SimpleNamespace(passes=[1]))
     with pytest.raises(UserError, match=r'documents are others; --rows=8 is the likely reason'):
         difference_from(Asked('a', 'b', rows=8), any_scored)
-    with pytest.raises(UserError, match='documents are others$'):
+    with pytest.raises(UserError, match=r'documents are others$'):
         difference_from(Asked('a', 'b'), any_scored)
 
 
