@@ -251,4 +251,4 @@ def test_holes_and_single_points(opened: Any, tmp_path: Path) -> None:
     # A run's first row is a point, at a whole step.
     for name in ('loss', 'learning-rate', 'gradient'):
         assert tab.locator(f'#plot-{name} .scatterlayer .point').count() >= 1
-        assert all(tick.isdigit() for tick in tab.locator(f'#plot-{name} .xtick').all_text_contents())
+        assert all(tick.isdigit() for tick in tab.locator(f'#plot-{name} .xtick text').all_text_contents())

@@ -76,9 +76,9 @@ function layoutOf(figure, width) {
         fillcolor: i % 2 ? colour('band') : 'rgba(0,0,0,0)',
       });
       if (i) shapes.push({ type: 'line', xref: 'x', yref: 'paper', x0: start, x1: start, y0: 0, y1: 1, line: { width: 1, dash: 'dot', color: colour('faint') } });
-      const fits = (until - start) * scale > 6.5 * label.length;
+      const fits = (until - from) * scale > 6.5 * label.length;
       annotations.push({
-        x: (start + until) / 2, y: 1, xref: 'x', yref: 'paper', yanchor: fits ? 'bottom' : 'top', text: plain(label), showarrow: false,
+        x: (from + until) / 2, y: 1, xref: 'x', yref: 'paper', yanchor: fits ? 'bottom' : 'top', text: plain(label), showarrow: false,
         textangle: fits ? 0 : -90, font: { size: 11, color: colour('faint') }, bgcolor: fits ? undefined : colour('paper'), opacity: fits ? 1 : 0.85,
       });
     });
