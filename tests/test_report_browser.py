@@ -144,9 +144,9 @@ def test_figures_and_tokens_by_keyboard(opened: Any) -> None:
         tab.keyboard.press(key)
         assert tab.evaluate(where) == expected
         assert tab.locator('#tip').is_visible()
-    before = tab.evaluate('document.activeElement.getBoundingClientRect().top')
+    before = tab.evaluate('document.activeElement.getBoundingClientRect().top + scrollY')
     tab.keyboard.press('ArrowDown')
-    assert tab.evaluate('document.activeElement.getBoundingClientRect().top') > before
+    assert tab.evaluate('document.activeElement.getBoundingClientRect().top + scrollY') > before
     assert tab.locator('.tokens [tabindex="0"]').count() == lists
     assert tab.evaluate('document.activeElement.ariaSelected') == 'true'
     tab.keyboard.press('Escape')
