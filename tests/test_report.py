@@ -229,7 +229,7 @@ def test_changes_of_tokens_by_hand() -> None:
     assert sum(y for trace in histogram.traces for y in trace.y) == pytest.approx(1)
 
 
-def test_tokens_that_change_most_have_intervals_over_documents() -> None:
+def test_tokens_that_change_most_have_intervals_over_pieces() -> None:
     """Id 1 by -0.2 in each of 60 pieces but for one; id 2, as often, in one piece alone; id 3 too rarely."""
     targets_BT = np.tile([[1, 2, 3, 1]], (60, 1))
     first_BT, segments_BT = np.full((60, 4), 2.0), np.tile([[1, 1, 1, 2]], (60, 1))
@@ -251,7 +251,7 @@ def test_tokens_that_change_most_have_intervals_over_documents() -> None:
     assert dearer.rows[0][-1] == '+0.300 to +0.300'
     one = Losses(losses.nll_KBT[:, :1].repeat(60, 2), *(x[:1].repeat(60, 1) for x in losses[1:]))
     [alone] = [b for b in change_blocks(one, str) if isinstance(b, Table) and 'dearer' in b.caption]
-    assert {row[-1] for row in alone.rows} == {'unknown, of one document'}
+    assert {row[-1] for row in alone.rows} == {'unknown, in one piece'}
 
 
 # Runs

@@ -117,8 +117,8 @@ def _named(losses: Losses, name_of: Callable[[int], str]) -> list[Table]:
             side = 'cheaper' if told == 'cheapest' else 'dearer'
             caption = (
                 f'Tokens that got {side} most, mean loss in nats, of the {len(often):,} that occur {LEAST_OCCURRENCES} '
-                'times or more. Chosen as extremes: by themselves they would change less. Intervals over '
-                'the documents in which a token occurs.'
+                'times or more. Chosen as extremes: by themselves they would change less. Intervals over the '
+                'pieces of documents in which a token occurs (a row holds pieces).'
             )
             tables.append(Table(caption, head, rows))
     return tables
@@ -132,7 +132,7 @@ def _interval(losses: Losses, id_: int) -> str:
     _, piece_N = np.unique(pieces_N, axis=0, return_inverse=True)
     found = ratios(np.bincount(piece_N, losses.difference_N[at_N])[None], np.bincount(piece_N))
     low, high = float(found.low_C[0]), float(found.high_C[0])
-    return f'{low:+z.3f} to {high:+z.3f}' if low <= high else 'unknown, of one document'
+    return f'{low:+z.3f} to {high:+z.3f}' if low <= high else 'unknown, in one piece'
 
 
 def _passages(losses: Losses, name_of: Callable[[int], str]) -> list[Passage]:
