@@ -1,5 +1,6 @@
 """Diagnosis of the feedback map: sums by hand, planted contractions and expansions, singular values against numpy's."""
 
+import re
 import tracemalloc
 from typing import Any
 
@@ -163,6 +164,21 @@ def test_verdicts(norms: np.ndarray, loss: Any, verdict: str, rate: float | None
     if rate is not None:
         assert found.rate.low - 0.003 < rate < found.rate.high + 0.003
         assert found.rate.value == pytest.approx(rate, abs=0.01)
+
+
+def test_the_evidence_in_words() -> None:
+    """A large update isn't called small, a rate that rounding makes is none, and there is no minus before zero."""
+    large = judge(simulated(0.9 * 0.99**K30), trained_passes=3, dtype=jnp.float32).evidence
+    assert re.fullmatch(r'at the end the update is 0\.\d+ of the state; below 0\.1 counts as small', large[2])
+    assert large[1].startswith('over passes 15 to 30 alone, by 0.9')
+    assert large[1].endswith(')')
+    still = simulated(np.where(K30 < 3, 0.3, 0.0))
+    still.nll_KR[:] = still.nll_KR[0] - 1e-7 * K30[:, None]
+    told = judge(still, trained_passes=3, dtype=jnp.float32).evidence
+    assert told[1].endswith(
+        'no measure of the map: by the end the update is at the floor of rounding and cannot be seen to fall on'
+    )
+    assert told[3].startswith('the loss moves by 0.0000 (0.0000 to 0.0000) nats per token')
 
 
 def test_the_rate_is_the_slope_of_the_logarithm() -> None:

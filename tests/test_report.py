@@ -9,7 +9,8 @@ import math
 import re
 from html import unescape
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from test_comparison import make_run, power_law
 
 from fbt_jax.cli import main
 from fbt_jax.config_passes import PassesConfig
+from fbt_jax.errors import UserError
 from fbt_jax.evaluation import report_figures as draw
-from fbt_jax.evaluation.per_pass import make_eval_step
+from fbt_jax.evaluation.per_pass import BatchSums, DocumentSums, PassResults, make_eval_step
 from fbt_jax.evaluation.report_page import (
     TABLE_ROWS,
     Band,
@@ -40,7 +42,11 @@ from fbt_jax.evaluation.report_page import (
     shade,
 )
 from fbt_jax.evaluation.token_changes import Losses, change_blocks, make_token_losses, measure
-from fbt_jax.training.report import Asked, report
+from fbt_jax.training import report as report_module
+from fbt_jax.training.report import Asked, difference_from, evaluation_blocks, report
+from fbt_jax.training.report_tables import difference_blocks, headline
+from fbt_jax.training.run_folder import read_config
+from fbt_jax.training.scoring import Scored
 
 
 def figures_in(html: str) -> dict[str, Any]:
@@ -147,6 +153,13 @@ def test_a_diverged_run_is_drawn() -> None:
     html = page(title='t', subtitle='', sections=[Section('s', 's', draw.training_figures(rows, []))])
     assert None in figures_in(html)['loss']['traces'][0]['y']
     assert draw.training_figures([], []) == []
+    assert [text.text.partition(' have')[0] for text in draw.broken_rows(rows)] == [
+        'From step 6 on, all of the 35 training rows',
+        'From step 10 on, all of the 4 validation rows',
+    ]
+    assert draw.broken_rows(rows_of(steps=40)) == []
+    rows[-1] |= {'loss_pass_1': 2.0, 'grad_norm': 1.0}
+    assert draw.broken_rows(rows)[1].text.startswith('From step 10 on, 3 of the 4 validation rows have a loss or norm')
     nothing = {'singular_values': [math.nan], 'rollout_state_norm': [1.0, math.nan], 'loss': [math.nan] * 20}
     nothing |= {'update_norm': [None, *[math.nan] * 19], 'rate': {'value': math.nan}}
     figures = draw.contraction_figures(contraction() | nothing)
@@ -216,6 +229,31 @@ def test_changes_of_tokens_by_hand() -> None:
     assert sum(y for trace in histogram.traces for y in trace.y) == pytest.approx(1)
 
 
+def test_tokens_that_change_most_have_intervals_over_pieces() -> None:
+    """Id 1 by -0.2 in each of 60 pieces but for one; id 2, as often, in one piece alone; id 3 too rarely."""
+    targets_BT = np.tile([[1, 2, 3, 1]], (60, 1))
+    first_BT, segments_BT = np.full((60, 4), 2.0), np.tile([[1, 1, 1, 2]], (60, 1))
+    last_BT = first_BT + np.where(targets_BT == 1, -0.2, 0.3)
+    last_BT[0, 0] = 2.0
+    counted_BT = targets_BT != 3
+    counted_BT[:49, 2] = True
+    targets_BT[1:, 1] = 9
+    targets_BT[0, 1], segments_BT[0] = 2, 1
+    losses = Losses(np.stack([first_BT, last_BT]), targets_BT, targets_BT, counted_BT, segments_BT)
+    cheaper, dearer = [b for b in change_blocks(losses, str) if isinstance(b, Table)]
+    assert 'of the 2 that occur 50 times or more' in cheaper.caption
+    [(name, times, *_, change, interval)] = cheaper.rows
+    assert (name, times, change) == ("'1'", '120', '-0.198')
+    low, high = map(float, interval.split(' to '))
+    assert low == -0.2
+    assert -0.198 < high < -0.19
+    assert [row[0] for row in dearer.rows] == ["'9'"]
+    assert dearer.rows[0][-1] == '+0.300 to +0.300'
+    one = Losses(losses.nll_KBT[:, :1].repeat(60, 2), *(x[:1].repeat(60, 1) for x in losses[1:]))
+    [alone] = [b for b in change_blocks(one, str) if isinstance(b, Table) and 'dearer' in b.caption]
+    assert {row[-1] for row in alone.rows} == {'unknown, in one piece'}
+
+
 # Runs
 
 
@@ -247,8 +285,79 @@ def test_another_run_stands_beside_it(tmp_path: Path) -> None:
     assert trace['x'] == [r['tokens'] for r in rows if r['split'] == 'train']
     text = text_of(html)
     assert 'Data-efficiency factor' in text
+    assert "this run's last evaluation while training (metrics.jsonl, step 30, on all validation rows)" in text
+    # The run reads the loss of twice its 30 steps' tokens; the baseline ends at 40 steps.
+    assert '> 1.33' in text
+    assert "> says that the baseline's curve ends before it comes down to that loss" in text
+    assert '< says that' not in text
     marked = re.findall(r'<tr class="marked"><th scope="row">([^<]*)</th>', html)
     assert {'model.fusion', 'passes.phases'} <= set(marked)
+
+
+def scored(workdir: str, *, step: int, rows: int, tokens: int, documents: int) -> Scored:
+    """Losses 3.0 and 2.5, of invented validation rows; 4 bytes a token."""
+    tokens_U = np.full(documents, tokens / documents)
+    nll_K1 = np.array([[3.0], [2.5]]) * tokens
+    sums = BatchSums(nll_K1, nll_K1, nll_K1, np.array([tokens]), 4 * tokens)
+    results = PassResults(sums, DocumentSums(nll_K1 / documents * np.ones(documents), tokens_U, 4 * tokens_U))
+    data = SimpleNamespace(validation={'validation': SimpleNamespace(num_rows=rows)}, tokenizer=None)
+    run = SimpleNamespace(step=step, config=read_config(workdir))
+    return Scored(workdir, cast(Any, run), cast(Any, data), [1, 2], {'validation': results}, 2, False)
+
+
+def test_losses_say_on_which_rows_they_are(tmp_path: Path) -> None:
+    """In the headline, in the table, and that so few documents are too few."""
+    workdir = make_run(tmp_path / 'a', steps=3, loss=lambda tokens: [power_law(tokens)] * 2, training__eval_rows=64)
+    rows = [json.loads(line) for line in (tmp_path / 'a' / 'metrics.jsonl').read_text().splitlines()]
+    config, found = read_config(workdir), scored(workdir, step=3, rows=430, tokens=2000, documents=13)
+
+    def remarks(scored_rows: int, of: Scored | None = found) -> list[str]:
+        entries = headline(config, rows, None, of, None, scored_rows=scored_rows).entries
+        return [remark for label, _, remark in entries if label.startswith('validation loss')]
+
+    best = f'best while training {rows[-1]["loss_pass_1"]:.4f} at step 3, on 64 rows of each validation set'
+    assert remarks(16)[0] == f'nats per token, on 16 of 430 validation rows (2,000 tokens); {best}'
+    for asked in (0, 430, 500):
+        assert remarks(asked)[0].startswith('nats per token, on all 430 validation rows (2,000 tokens); best')
+    assert remarks(0, None)[0].startswith('nats per token, logged at step 3, on 64 rows of each validation set; best')
+    page_ = page(title='t', subtitle='', sections=[Section('s', 's', evaluation_blocks(found))])
+    assert 'Causal: in passes 1 to 2 no loss depends on what comes after its target.' in text_of(page_)
+    assert '13 documents; of so few (fewer than 30) they are likely too narrow' in text_of(page_)
+    many = page(
+        title='t',
+        subtitle='',
+        sections=[Section('s', 's', evaluation_blocks(scored(workdir, step=3, rows=430, tokens=2000, documents=40)))],
+    )
+    assert 'too narrow' not in text_of(many)
+
+
+def test_a_difference_says_what_either_was_trained_with(tmp_path: Path) -> None:
+    one = make_run(tmp_path / 'one', steps=30, loss=lambda tokens: [3.0] * 2, drawn=lambda step: 2, log_every=10)
+    two = make_run(tmp_path / 'two', steps=15, loss=lambda tokens: [3.0])
+    a, b = (scored(name, step=step, rows=9, tokens=900, documents=9) for name, step in ((one, 25), (two, 15)))
+    entry = {'other_passes': 1, 'difference': -1e-9, 'interval': [-2e-9, 0.5]}
+    difference = {'workdir': two, 'step': 15, 'unit': 'nats per token', 'passes': {'1': entry}}
+    table, trained = (cast(Table, block) for block in difference_blocks(difference, a, b))
+    assert table.rows == [('1', '1', '+0.0000 (+0.0000 to +0.5000)')]
+    assert f'Loss at step 25 less that of {two} at step 15' in table.caption
+    assert 'over 9 documents; of so few' in table.caption
+    assert [row[:4] for row in trained.rows] == [(one, '25', '25,000', '50,000'), (two, '15', '15,000', '15,000')]
+    (tmp_path / 'two' / 'metrics.jsonl').unlink()
+    assert cast(Table, difference_blocks(difference, a, b)[1]).rows[1][2:] == ('unknown',) * 3
+
+
+def test_rows_of_another_tokenizer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise UserError('its validation documents are others')
+
+    monkeypatch.setattr(report_module, 'score', lambda *_, **__: None)
+    monkeypatch.setattr(report_module, 'run_difference', refuse)
+    monkeypatch.setattr(report_module, 'same_tokenizer', lambda *_: False)
+    any_scored = cast(Any, SimpleNamespace(passes=[1]))
+    with pytest.raises(UserError, match=r'documents are others; --rows=8 is the likely reason'):
+        difference_from(Asked('a', 'b', rows=8), any_scored)
+    with pytest.raises(UserError, match=r'documents are others$'):
+        difference_from(Asked('a', 'b'), any_scored)
 
 
 def test_names_of_folders_and_configs_are_text(tmp_path: Path) -> None:
@@ -266,6 +375,8 @@ def test_names_of_folders_and_configs_are_text(tmp_path: Path) -> None:
         (['--workdir=none'], 'none: no run here (no config.json)'),
         (['--workdir=a', '--out=none/a.html'], '--out=none/a.html: must be a file in a folder that exists'),
         (['--workdir=a', '--out=a.pdf'], '--out=a.pdf: must end in .html'),
+        (['--workdir=a', '--out=/proc/a.html'], '--out=/proc/a.html: cannot be written (%s); name another place'),
+        (['--workdir=a', '--against='], '--against=: must be the folder of another run'),
         (['--workdir=a', '--against=./a'], '--against=./a: is the run itself'),
         (['--workdir=a', '--against=none'], 'none: no run here (no config.json)'),
         (['--workdir=a', '--passes=5'], '--passes=5: must be at least 6, of which the second half is looked at apart'),
@@ -281,7 +392,9 @@ def test_mistakes_are_one_line(
     make_run(Path('a'), steps=3, loss=lambda tokens: [3.0])
     assert main(['report', *arguments]) == 2
     out, err = capsys.readouterr()
-    assert (out, err) == ('', f'fbt report: {told}\n')
+    pattern = re.escape(f'fbt report: {told}\n').replace('%s', '[A-Z][a-z ]+')
+    assert out == ''
+    assert re.fullmatch(pattern, err)
     assert not Path('a/report.html').exists()
 
 

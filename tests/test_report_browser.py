@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_report import NASTY, make_page
+from helpers_report import NASTY, make_page, rows_of
 
-from fbt_jax.evaluation.report_page import Figure, Section, Trace, page
+from fbt_jax.evaluation.report_figures import training_figures
+from fbt_jax.evaluation.report_page import Band, Figure, Section, Trace, page
 
 playwright = pytest.importorskip('playwright.sync_api')
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser')
@@ -87,6 +88,9 @@ def test_every_figure_is_drawn(opened: Any) -> None:
     # Each phase of the mixture has its name and each but the first a line.
     labels = tab.locator('#plot-loss .annotation-text').all_text_contents()
     assert labels == ['1 pass', '2 passes', '1: 50%, 2: 50%']
+    # The frame leaves room for the whole of the first and the last point.
+    low, high = tab.evaluate("document.getElementById('plot-loss')._fullLayout.xaxis.range")
+    assert low < 1 < 100 < high < 102
 
 
 def test_hover_shows_numbers(opened: Any) -> None:
@@ -140,9 +144,9 @@ def test_figures_and_tokens_by_keyboard(opened: Any) -> None:
         tab.keyboard.press(key)
         assert tab.evaluate(where) == expected
         assert tab.locator('#tip').is_visible()
-    before = tab.evaluate('document.activeElement.getBoundingClientRect().top')
+    before = tab.evaluate('document.activeElement.getBoundingClientRect().top + scrollY')
     tab.keyboard.press('ArrowDown')
-    assert tab.evaluate('document.activeElement.getBoundingClientRect().top') > before
+    assert tab.evaluate('document.activeElement.getBoundingClientRect().top + scrollY') > before
     assert tab.locator('.tokens [tabindex="0"]').count() == lists
     assert tab.evaluate('document.activeElement.ariaSelected') == 'true'
     tab.keyboard.press('Escape')
@@ -206,6 +210,11 @@ def test_it_prints(opened: Any, tmp_path: Path) -> None:
     background, opened_, widest = tab.evaluate('window.printed')
     assert (background, opened_) == ('rgb(255, 255, 255)', True)
     assert widest <= 688  # A4 less its margins
+    tab.emulate_media(media='print')
+    assert tab.locator('.hint').count() >= 2
+    assert not any(hint.is_visible() for hint in tab.locator('.hint').all())
+    tab.emulate_media(media='screen')
+    assert tab.locator('.hint').first.is_visible()
     tab.wait_for_function('window.after')
     assert tab.evaluate('getComputedStyle(document.body).backgroundColor') == 'rgb(20, 23, 26)'
     assert not tab.evaluate("document.querySelector('#config details').open")
@@ -230,6 +239,7 @@ def test_holes_and_single_points(opened: Any, tmp_path: Path) -> None:
         Figure('hole', 'a hole', 'x', 'y', [Trace('a', [1, 2, 3, 4], [1.0, float('nan'), float('inf'), 2.0])]),
         Figure('none', 'nothing finite', 'x', 'y', [Trace('a', [1, 2], [float('nan')] * 2)], log_y=True),
         Figure('one', 'one point', 'x', 'y', [Trace('a', [1], [1.0])], log_x=True),
+        *training_figures(rows_of(steps=1), [Band(1, 1, '1 pass')]),
     ]
     path = tmp_path / 'holes.html'
     path.write_text(page(title='t', subtitle='', sections=[Section('s', 'S', figures)]))
@@ -238,3 +248,7 @@ def test_holes_and_single_points(opened: Any, tmp_path: Path) -> None:
     tab.keyboard.press('ArrowRight')
     tab.keyboard.press('ArrowRight')
     assert tab.locator('#figure-hole .reading').text_content() == 'x 2: a not finite'
+    # A run's first row is a point, at a whole step.
+    for name in ('loss', 'learning-rate', 'gradient'):
+        assert tab.locator(f'#plot-{name} .scatterlayer .point').count() >= 1
+        assert all(tick.isdigit() for tick in tab.locator(f'#plot-{name} .xtick text').all_text_contents())

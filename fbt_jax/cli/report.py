@@ -9,6 +9,7 @@ it, the configuration. What the run lacks is said on the page.
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from fbt_jax.cli import no_more_arguments, processes
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         raise UserError(f'--passes={args.passes}: must be at least 6, of which the second half is looked at apart')
     if args.rows < 0:
         raise UserError(f'--rows={args.rows}: must not be negative')
+    if args.against == '':
+        raise UserError('--against=: must be the folder of another run')
     if args.against is not None and Path(args.against).resolve() == Path(args.workdir).resolve():
         raise UserError(f'--against={args.against}: is the run itself')
     with processes():
@@ -54,7 +57,16 @@ def _out(args: argparse.Namespace) -> Path:
         raise UserError(f'--out={args.out}: must end in .html')
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f'--out={args.out}: must be a file in a folder that exists')
+    _require_writable(out.absolute().parent, f'--out={out}')
     return out
+
+
+def _require_writable(folder: Path, told: str) -> None:
+    """By making a file, for permissions don't say all: of a file system that is read-only, or to root."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f'{told}: cannot be written ({error.strerror}); name another place') from None
 
 
 def _report(args: argparse.Namespace, out: Path) -> None:

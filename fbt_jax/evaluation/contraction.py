@@ -26,6 +26,7 @@ MIN_POSITIONS, MIN_ROWS = 200, 8
 SMALL = 0.1  # an update less than this part of the state is a plateau that contraction may leave
 STILL = 0.99  # an update that shrinks by less than 1 % a pass doesn't shrink
 CLIMB = 0.01  # nats per token
+AT_FLOOR = ', no measure of the map: by the end the update is at the floor of rounding and cannot be seen to fall on'
 ROUNDING = 8  # times the dtype's epsilon, in parts of the state: what an update cannot be seen to fall below
 
 
@@ -125,9 +126,9 @@ def judge(found: Iterated, *, trained_passes: int, dtype: Any) -> Verdict:
         verdict = 'undecided'
     evidence = [
         f'a pass multiplies the update by {_told(rate, 4)}, fitted over passes {fitted[0]} to {fitted[1]}',
-        f'over passes {half} to {num_passes} by {_told(late_rate, 4)}'
-        + (', at its end at the floor of rounding' if found.update_norm_K[-1] <= floor else ''),
-        f'at the end it is {final:.2g} of the state (small: below {SMALL})',
+        f'over passes {half} to {num_passes} alone, by {_told(late_rate, 4)}'
+        + (AT_FLOOR if found.update_norm_K[-1] <= floor else ''),
+        f'at the end the update is {final:.2g} of the state; below {SMALL} counts as small',
         f'the loss moves by {_told(late_change, 4)} nats per token from pass {half} to {num_passes}, by '
         f'{_told(change, 4)} from pass {min(trained_passes, num_passes - 1)}',
     ]
@@ -164,4 +165,4 @@ def _loss_change(found: Iterated, since: int) -> Interval:
 
 
 def _told(interval: Interval, digits: int) -> str:
-    return '{:.{d}f} ({:.{d}f} to {:.{d}f})'.format(*interval, d=digits)
+    return '{:z.{d}f} ({:z.{d}f} to {:z.{d}f})'.format(*interval, d=digits)

@@ -20,7 +20,7 @@ function traceOf(trace, number, figure) {
   if (trace.style === 'bars') return { ...own, type: 'bar', marker: { color: ink }, hovertemplate: '%{y:.4~g}<extra></extra>' };
   const thin = trace.style === 'thin';
   const dash = { dash: 'dash', dot: 'dot' }[trace.style] || 'solid';
-  const few = trace.style === 'line' && trace.x.length <= 60;
+  const few = trace.x.length === 1 || (trace.style === 'line' && trace.x.length <= 60);
   const made = {
     ...own, type: 'scatter', mode: few ? 'lines+markers' : 'lines', opacity: thin ? 0.4 : 1,
     line: { color: ink, width: thin ? 1 : 2, dash }, marker: { size: 5, color: ink }, hovertemplate: '%{y:.5~g}',
@@ -60,24 +60,25 @@ function layoutOf(figure, width) {
   });
   const x = axis(figure.xlabel, figure.log_x), y = axis(figure.ylabel, figure.log_y);
   const values = figure.traces.flatMap((trace) => trace.x);
-  if (figure.whole_x && Math.max(...values) <= 12) x.dtick = 1;
+  if (figure.whole_x && Math.max(...values) - Math.min(...values) <= 12) x.dtick = 1;
   if (figure.log_x) logTicks(x, values);
   if (figure.log_y) logTicks(y, figure.traces.flatMap((trace) => trace.y));
   if (figure.y_range) y.range = figure.y_range;
   const shapes = [], annotations = [];
   if (figure.bands.length) {
     const least = Math.min(1, ...values), most = Math.max(...values), scale = (width - 80) / (most - least);
-    x.range = [least, most];
+    const beside = (most - least) / 100 || 0.5; // so that no point is cut in half by the frame
+    x.range = [least - beside, most + beside];
     figure.bands.forEach(([start, end, label], i) => {
-      const last = i + 1 === figure.bands.length, until = last ? most : figure.bands[i + 1][0];
+      const last = i + 1 === figure.bands.length, from = i ? start : x.range[0], until = last ? x.range[1] : figure.bands[i + 1][0];
       shapes.push({
-        type: 'rect', xref: 'x', yref: 'paper', x0: start, x1: until, y0: 0, y1: 1, layer: 'below', line: { width: 0 },
+        type: 'rect', xref: 'x', yref: 'paper', x0: from, x1: until, y0: 0, y1: 1, layer: 'below', line: { width: 0 },
         fillcolor: i % 2 ? colour('band') : 'rgba(0,0,0,0)',
       });
       if (i) shapes.push({ type: 'line', xref: 'x', yref: 'paper', x0: start, x1: start, y0: 0, y1: 1, line: { width: 1, dash: 'dot', color: colour('faint') } });
-      const fits = (until - start) * scale > 6.5 * label.length;
+      const fits = (until - from) * scale > 6.5 * label.length;
       annotations.push({
-        x: (start + until) / 2, y: 1, xref: 'x', yref: 'paper', yanchor: fits ? 'bottom' : 'top', text: plain(label), showarrow: false,
+        x: (from + until) / 2, y: 1, xref: 'x', yref: 'paper', yanchor: fits ? 'bottom' : 'top', text: plain(label), showarrow: false,
         textangle: fits ? 0 : -90, font: { size: 11, color: colour('faint') }, bgcolor: fits ? undefined : colour('paper'), opacity: fits ? 1 : 0.85,
       });
     });

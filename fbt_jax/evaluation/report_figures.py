@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fbt_jax.config_passes import PassesConfig
-from fbt_jax.evaluation.report_page import Band, Figure, Trace
+from fbt_jax.evaluation.report_page import Band, Figure, Text, Trace
 
 POINTS = 1000  # of a curve; of a longer one, that many evenly spread
 Row = dict[str, Any]
@@ -37,6 +37,26 @@ def phase_bands(passes: PassesConfig, total_steps: int) -> list[Band]:
     return bands
 
 
+def broken_rows(rows: Sequence[Row]) -> list[Text]:
+    """In words, since curves have nothing to show there: from which step on rows have losses or norms not finite."""
+
+    def broken(row: Row) -> bool:
+        return any(v is None for k, v in row.items() if k.startswith(('loss', 'grad_norm', 'update_norm')))
+
+    found = []
+    for split, name in (('train', 'training'), ('validation', 'validation')):
+        own = [row for row in rows if row['split'] == split]
+        bad = [row for row in own if broken(row)]
+        if bad:
+            since = [row for row in own if row['step'] >= bad[0]['step']]
+            count = 'all' if len(bad) == len(since) else f'{len(bad):,}'
+            found.append(
+                f'From step {bad[0]["step"]:,} on, {count} of the {len(since):,} {name} rows have a loss or norm that '
+                'is not finite: curves have gaps there, or end.'
+            )
+    return [Text(told, 'missing') for told in found]
+
+
 def training_figures(rows: Sequence[Row], bands: Sequence[Band]) -> list[Figure]:
     """Loss by pass, update norm, learning rate, throughput, gradient norm over the steps; those that there are."""
     train = thinned([row for row in rows if row['split'] == 'train'])
@@ -63,11 +83,22 @@ def training_figures(rows: Sequence[Row], bands: Sequence[Band]) -> list[Figure]
     bands = [band._replace(end=min(band.end, last)) for band in bands if band.start <= last]
     note = 'Shaded: the phases of the mixture, by the number of passes that their steps draw.'
     below = _loss_range(losses, last)
+    hint = ''
     if below is not None:
-        note += ' The first steps lie above the frame; a double click shows all.'
+        note += ' The first steps lie above the frame.'
+        hint = 'A double click shows all.'
     made = [
         Figure(
-            'loss', 'Loss over training', 'step', 'loss, nats per token', losses, note, bands, y_range=below, wide=True
+            'loss',
+            'Loss over training',
+            'step',
+            'loss, nats per token',
+            losses,
+            note,
+            bands,
+            y_range=below,
+            wide=True,
+            hint=hint,
         ),
         Figure(
             'learning-rate',
@@ -87,7 +118,7 @@ def training_figures(rows: Sequence[Row], bands: Sequence[Band]) -> list[Figure]
         Figure('gradient', 'Gradient norm', 'step', 'norm before clipping', curve(train, 'grad_norm', 'gradient norm')),
         Figure('updates', 'Update norm over training', 'step', 'RMS of hᵏ − hᵏ⁻¹', updates),
     ]
-    return [figure for figure in made if figure.traces]
+    return [figure._replace(whole_x=True) for figure in made if figure.traces]
 
 
 def _loss_range(traces: Sequence[Trace], last: int) -> tuple[float, float] | None:

@@ -29,7 +29,7 @@ class Facts(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A paragraph. kind: '' or 'missing' (why something isn't there) or 'verdict'."""
+    """A paragraph. kind: '', missing (why something isn't there), verdict or hint (of no use on paper)."""
 
     text: str
     kind: str = ''
@@ -79,6 +79,7 @@ class Figure(NamedTuple):
     x_line: float | None = None
     wide: bool = False
     whole_x: bool = False  # ticks at whole numbers only
+    hint: str = ''  # after the note, of no use on paper
 
 
 class Sample(NamedTuple):
@@ -216,7 +217,8 @@ def _table(block: Table) -> str:
 
 def _figure(block: Figure) -> str:
     name = escape(block.name)
-    note = f'<p>{escape(block.note)}</p>' if block.note else ''
+    hint = f' <span class="hint">{escape(block.hint)}</span>' if block.hint else ''
+    note = f'<p>{escape(block.note)}{hint}</p>' if block.note or hint else ''
     return (
         f'<figure id="figure-{name}"{" class=wide" if block.wide else ""}>'
         f'<h3 id="label-{name}">{escape(block.title)}</h3>'

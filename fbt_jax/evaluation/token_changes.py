@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbt_jax.batch import Batch
+from fbt_jax.evaluation.intervals import ratios
 from fbt_jax.evaluation.report_figures import difference_histogram
 from fbt_jax.evaluation.report_page import SHADES, Block, Passage, Shades, Table, Text, Token
 from fbt_jax.losses import token_losses
@@ -21,7 +22,7 @@ from fbt_jax.passes import multi_pass
 from fbt_jax.sharding import replicated
 
 PASSAGES, PASSAGE_TOKENS = 4, 160
-LEAST_OCCURRENCES = 20  # of a token, to be named among those that change most
+LEAST_OCCURRENCES = 50  # of a token, to be named among those that change most
 NAMED = 10
 
 
@@ -75,17 +76,15 @@ def change_blocks(losses: Losses, name_of: Callable[[int], str]) -> list[Block]:
 
     summary = (
         f'{len(difference_N):,} tokens of {len(losses.counted_BT)} validation rows, their loss after {passes} passes '
-        f'less that after 1: {difference_N.mean():+.4f} nats on average, {np.median(difference_N):+.4f} in the median. '
-        f'{side(cheaper, "cheaper")}; {side(dearer, "dearer")}.'
+        f'less that after 1: {difference_N.mean():+z.4f} nats on average, {np.median(difference_N):+z.4f} in the '
+        f'median. {side(cheaper, "cheaper")}; {side(dearer, "dearer")}.'
     )
     return [
         Text(summary),
         difference_histogram(difference_N, passes),
         *_named(losses, name_of),
-        Text(
-            f'Each token by its loss after {passes} passes less that after 1, in nats; grey: no loss is counted. '
-            'Hover, touch or arrow keys give the numbers.'
-        ),
+        Text(f'Each token by its loss after {passes} passes less that after 1, in nats; grey: no loss is counted.'),
+        Text('Hover, touch or arrow keys give the numbers.', 'hint'),
         Shades('cheaper', 'dearer'),
         *_passages(losses, name_of),
     ]
@@ -96,9 +95,10 @@ def _named(losses: Losses, name_of: Callable[[int], str]) -> list[Table]:
     ids_N, count_N = np.unique(losses.targets_BT[losses.counted_BT], return_inverse=True)
     occurrences = np.bincount(count_N)
     first, last = (np.bincount(count_N, losses.nll_KBT[k][losses.counted_BT]) / occurrences for k in (0, -1))
+    change = np.round(last - first, 3)  # as it is shown
     often = np.flatnonzero(occurrences >= LEAST_OCCURRENCES)
-    order = often[np.argsort((last - first)[often])]
-    head = ('token', 'times', 'after pass 1', f'after {len(losses.nll_KBT)}', 'difference')
+    order = often[np.argsort(change[often], stable=True)]
+    head = ('token', 'times', 'after pass 1', f'after {len(losses.nll_KBT)}', 'difference', '95 % interval')
     tables = []
     for told, chosen in (('cheapest', order[:NAMED]), ('dearest', order[::-1][:NAMED])):
         rows = [
@@ -107,16 +107,32 @@ def _named(losses: Losses, name_of: Callable[[int], str]) -> list[Table]:
                 f'{occurrences[i]:,}',
                 f'{first[i]:.3f}',
                 f'{last[i]:.3f}',
-                f'{last[i] - first[i]:+.3f}',
+                f'{change[i]:+z.3f}',
+                _interval(losses, int(ids_N[i])),
             )
             for i in chosen
-            if (last[i] < first[i]) == (told == 'cheapest')
+            if (change[i] < 0 if told == 'cheapest' else change[i] > 0)
         ]
         if rows:
             side = 'cheaper' if told == 'cheapest' else 'dearer'
-            caption = f'Tokens that got {side} most, mean loss in nats ({LEAST_OCCURRENCES} occurrences or more)'
+            caption = (
+                f'Tokens that got {side} most, mean loss in nats, of the {len(often):,} that occur {LEAST_OCCURRENCES} '
+                'times or more. Chosen as extremes: by themselves they would change less. Intervals over the '
+                'pieces of documents in which a token occurs (a row holds pieces).'
+            )
             tables.append(Table(caption, head, rows))
     return tables
+
+
+def _interval(losses: Losses, id_: int) -> str:
+    """Of the mean difference of one target, over those pieces of documents in which it occurs."""
+    at_N = losses.targets_BT[losses.counted_BT] == id_
+    rows_BT = np.broadcast_to(np.arange(len(losses.counted_BT))[:, None], losses.counted_BT.shape)
+    pieces_N = np.stack([rows_BT, losses.segments_BT], -1)[losses.counted_BT][at_N]
+    _, piece_N = np.unique(pieces_N, axis=0, return_inverse=True)
+    found = ratios(np.bincount(piece_N, losses.difference_N[at_N])[None], np.bincount(piece_N))
+    low, high = float(found.low_C[0]), float(found.high_C[0])
+    return f'{low:+z.3f} to {high:+z.3f}' if low <= high else 'unknown, in one piece'
 
 
 def _passages(losses: Losses, name_of: Callable[[int], str]) -> list[Passage]:
@@ -140,7 +156,7 @@ def _passages(losses: Losses, name_of: Callable[[int], str]) -> list[Passage]:
             elif t + 1 in at:  # a prompt's, say; what follows the piece's last token is another document
                 tokens.append(Token(name_of(target), target, ()))
         change = sum(changes) / max(1, len(changes) - 1)
-        passages.append(Passage(f'Passage {len(passages) + 1}: {change:+.3f} nats a token on average', tokens))
+        passages.append(Passage(f'Passage {len(passages) + 1}: {change:+z.3f} nats a token on average', tokens))
     return passages
 
 

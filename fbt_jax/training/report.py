@@ -32,7 +32,7 @@ from fbt_jax.training.metrics import Row, read_rows
 from fbt_jax.training.report_tables import (
     comparison_blocks,
     config_blocks,
-    difference_block,
+    difference_blocks,
     evaluation_table,
     headline,
     origin_table,
@@ -48,7 +48,7 @@ from fbt_jax.training.run_folder import (
     require_data,
     spread,
 )
-from fbt_jax.training.scoring import Scored, run_difference, score
+from fbt_jax.training.scoring import Scored, run_difference, same_tokenizer, score
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 24, 80
 TEMPERATURE = 0.8
@@ -83,16 +83,16 @@ def report(asked: Asked) -> str:
     figures, map_blocks = _map(asked, trained)
     tokens = _or_why(lambda: _tokens(workdir, trained), workdir)
     if asked.against and scored is not None:
-        compared += _or_why(lambda: _difference(asked, scored), workdir, asked.against)
+        compared += _or_why(lambda: difference_from(asked, scored), workdir, asked.against)
 
     bands = draw.phase_bands(config.passes, config.training.steps)
     curves: list[Block] = [*draw.training_figures(rows, bands)]
-    curves = curves or [Text('metrics.jsonl has no rows yet.', 'missing')]
-    summary = headline(config, rows, trained, scored, figures)
+    curves = [*draw.broken_rows(rows), *curves] or [Text('metrics.jsonl has no rows yet.', 'missing')]
+    summary = headline(config, rows, trained, scored, figures, scored_rows=asked.rows)
     sections = [
         Section('summary', 'Summary', [summary, origin_table(workdir, record, trained)]),
         Section('training', 'Training', curves),
-        Section('evaluation', 'Loss by passes', why or _evaluation(scored)),
+        Section('evaluation', 'Loss by passes', evaluation_blocks(scored) if scored else why),
         Section('map', 'The feedback map, iterated', map_blocks),
         Section('samples', 'Samples', samples),
         Section('tokens', 'Token by token', tokens),
@@ -148,12 +148,13 @@ def _scored(asked: Asked, trained: Run | None) -> tuple[Scored | None, list[Bloc
     return (scored[0] if scored else None), why
 
 
-def _evaluation(scored: Scored | None) -> list[Block]:
-    assert scored is not None
+def evaluation_blocks(scored: Scored) -> list[Block]:
     results = together(scored.by_set.values())
     assert results.documents is not None
     intervals = pass_intervals(results.documents, scored.passes)
-    blocks: list[Block] = [evaluation_table(results, scored.passes, intervals)]
+    checked = 'pass 1' if scored.causal_passes == 1 else f'passes 1 to {scored.causal_passes}'
+    causal = f'Causal: in {checked} no loss depends on what comes after its target.'
+    blocks: list[Block] = [evaluation_table(results, scored.passes, intervals), Text(causal)]
     if len(scored.passes) > 1:
         blocks.append(draw.pass_figure(intervals, results.loss_K))
     if scored.data.tokenizer is None:
@@ -273,7 +274,15 @@ def _tokens(workdir: str, trained: Run | None) -> list[Block]:
     return change_blocks(losses, token_names(trained.tokenizer))
 
 
-def _difference(asked: Asked, scored: Scored) -> list[Block]:
+def difference_from(asked: Asked, scored: Scored) -> list[Block]:
+    """From the other run, on the same documents."""
     assert asked.against is not None
     other = score(asked.against, None, scored.passes, rows=asked.rows, or_one=True)
-    return [difference_block(run_difference(scored, other))]
+    try:
+        difference = run_difference(scored, other)
+    except UserError as error:
+        if not asked.rows or same_tokenizer(scored, other):
+            raise
+        told = f'--rows={asked.rows} is the likely reason, for rows of another tokenizer hold other text: leave it out'
+        raise UserError(f'{error}; {told}') from None
+    return difference_blocks(difference, scored, other)

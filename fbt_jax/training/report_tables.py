@@ -2,17 +2,19 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from fbt_jax.config import Config, flat_keys
+from fbt_jax.evaluation.intervals import FEW
 from fbt_jax.evaluation.per_pass import PassResults, together
 from fbt_jax.evaluation.report_figures import comparison_figures, of_passes
 from fbt_jax.evaluation.report_page import Block, Facts, Table, Text
-from fbt_jax.training.comparison import compare, cumulative_flops
-from fbt_jax.training.metrics import Row
+from fbt_jax.training.comparison import Comparison, compare, cumulative_flops
+from fbt_jax.training.metrics import Row, read_rows
 from fbt_jax.training.run_folder import Run, read_config
 from fbt_jax.training.scoring import Scored
 
@@ -20,13 +22,20 @@ Ends = Sequence[float] | None
 
 
 def headline(
-    config: Config, rows: Sequence[Row], trained: Run | None, scored: Scored | None, figures: dict[str, Any] | None
+    config: Config,
+    rows: Sequence[Row],
+    trained: Run | None,
+    scored: Scored | None,
+    figures: dict[str, Any] | None,
+    *,
+    scored_rows: int,
 ) -> Facts:
-    """The numbers to see first; those that there are."""
-    entries = _loss_facts(config, rows, scored)
+    """The numbers to see first; those that there are. `scored_rows`: of each validation set, 0 for all."""
+    entries = _loss_facts(config, rows, scored, scored_rows)
     if trained is not None:
         count = sum(x.size for x in jax.tree.leaves(trained.params))
-        shape = f'{config.model.num_layers} layers, width {config.model.width}'
+        layers = config.model.num_layers
+        shape = f'{layers} layer{"s" if layers > 1 else ""}, width {config.model.width}'
         entries.append(('parameters', _short(count), shape))
     train = [row for row in rows if row['split'] == 'train']
     if train:
@@ -44,18 +53,24 @@ def headline(
     return Facts(entries)
 
 
-def _loss_facts(config: Config, rows: Sequence[Row], scored: Scored | None) -> list[tuple[str, str, str]]:
+def _loss_facts(
+    config: Config, rows: Sequence[Row], scored: Scored | None, scored_rows: int
+) -> list[tuple[str, str, str]]:
     """From the checkpoint that was scored; where none could be, from the last validation row."""
     validation = [row for row in rows if row['split'] == 'validation']
     known = [row for row in validation if row['loss_pass_1'] is not None]
     best = min(known, key=lambda row: row['loss_pass_1']) if known else None
-    some = f', on {config.training.eval_rows} rows' if config.training.eval_rows else ''
-    told = f'best while training {best["loss_pass_1"]:.4f} at step {best["step"]:,}{some}' if best else ''
+    told = (
+        f'; best while training {best["loss_pass_1"]:.4f} at step {best["step"]:,}, on {logged_on(config)}'
+        if best
+        else ''
+    )
     trained_passes = config.passes.max_passes
     entries = []
     if scored is not None:
         results = together(scored.by_set.values())
         loss_K, bits_K = results.loss_K, results.bits_per_byte_K
+        read = f'on {_rows_read(scored, scored_rows)}'
         shown = [k for k in (1, trained_passes) if k <= len(loss_K)]
         losses = {k: float(loss_K[k - 1]) for k in shown}
         bits = None if bits_K is None else {k: float(bits_K[k - 1]) for k in shown}
@@ -64,6 +79,7 @@ def _loss_facts(config: Config, rows: Sequence[Row], scored: Scored | None) -> l
             entries.append(('accuracy', f'{accuracy:.1%}', f'after {of_passes(shown[-1])}'))
     elif validation:
         last = validation[-1]
+        read = f'logged at step {last["step"]:,}, on {logged_on(config)}'
         shown = [k for k in (1, trained_passes) if f'loss_pass_{k}' in last]
         losses = {k: _number(last[f'loss_pass_{k}']) for k in shown}
         bits = {k: _number(last[f'bits_per_byte_pass_{k}']) for k in shown if f'bits_per_byte_pass_{k}' in last}
@@ -71,14 +87,8 @@ def _loss_facts(config: Config, rows: Sequence[Row], scored: Scored | None) -> l
         return []
     facts = []
     for k in dict.fromkeys(shown):
-        remark = (
-            f'nats per token; {told}'
-            if k == 1 and told
-            else f'nats per token; {losses[k] - losses[1]:+.4f} from pass 1'
-        )
-        if k == 1 and not told:
-            remark = 'nats per token'
-        facts.append((f'validation loss, {of_passes(k)}', f'{losses[k]:.4f}', remark))
+        more = told if k == 1 else f'; {losses[k] - losses[1]:+z.4f} from pass 1'
+        facts.append((f'validation loss, {of_passes(k)}', f'{losses[k]:.4f}', f'nats per token, {read}{more}'))
     last_k = shown[-1]
     if bits:
         others = f'; {bits[last_k]:.4f} after {last_k}' if last_k > 1 else ''
@@ -86,6 +96,20 @@ def _loss_facts(config: Config, rows: Sequence[Row], scored: Scored | None) -> l
     others = f'; {_exp(losses[last_k])} after {last_k}' if last_k > 1 else ''
     facts.append(('perplexity', _exp(losses[1]), f'after 1 pass{others}'))
     return facts + entries
+
+
+def logged_on(config: Config) -> str:
+    """Which rows the losses in metrics.jsonl are of."""
+    rows = config.training.eval_rows
+    return f'{rows:,} row{"s" if rows > 1 else ""} of each validation set' if rows else 'all validation rows'
+
+
+def _rows_read(scored: Scored, rows: int) -> str:
+    totals = [source.num_rows for source in scored.data.validation.values()]
+    read, total = sum(min(rows or n, n) for n in totals), sum(totals)
+    tokens = together(scored.by_set.values()).tokens
+    told = f'all {total:,}' if read == total else f'{read:,} of {total:,}'
+    return f'{told} validation row{"s" if total > 1 else ""} ({tokens:,.0f} tokens)'
 
 
 def _number(value: float | None) -> float:
@@ -160,19 +184,24 @@ def evaluation_table(results: PassResults, passes: Sequence[int], intervals: dic
                 f'{results.loss_K[i]:.4f}{_ends(intervals["loss"][str(k)])}',
                 _exp(results.loss_K[i]),
                 f'{third:.4f}',
-                '' if difference is None else f'{difference["loss"]:+.4f}{_ends(difference["interval"], "+")}',
+                '' if difference is None else f'{difference["loss"]:+z.4f}{_ends(difference["interval"], "+")}',
                 f'{results.update_norm_K[i]:.4f}' if k > 1 else '',
             )
         )
     caption = (
         f'{results.tokens:,.0f} validation tokens, each counted once; in brackets 95 % intervals over '
-        f'{intervals["documents"]} documents'
+        f'{_documents(intervals["documents"])}'
     )
     return Table(caption, head, rows)
 
 
+def _documents(count: int) -> str:
+    few = f'; of so few (fewer than {FEW}) they are likely too narrow' if count < FEW else ''
+    return f'{count:,} document{"s" if count > 1 else ""}{few}'
+
+
 def _ends(interval: Ends, sign: str = '') -> str:
-    return '' if interval is None else f' ({interval[0]:{sign}.4f} to {interval[1]:{sign}.4f})'
+    return '' if interval is None else f' ({interval[0]:{sign}z.4f} to {interval[1]:{sign}z.4f})'
 
 
 def config_blocks(config: Config, against: str | None) -> list[Block]:
@@ -216,30 +245,66 @@ def comparison_blocks(against: str, workdir: str) -> tuple[list[Block], list[Blo
     """
     result = compare([against, workdir])
     blocks: list[Block] = [*comparison_figures(result, lambda g, s: result.groups[g].workdirs[s])]
+    blocks += _factor_blocks(result, against, read_config(workdir))
+    return blocks, [Text(sentence(note, against, workdir)) for note in result.notes]
+
+
+def _factor_blocks(result: Comparison, against: str, config: Config) -> list[Block]:
     head = ('the baseline needs, for the loss', 'after passes', 'tokens, times', 'token-passes, times', 'FLOPs, times')
     rows = [
         (f'{entry.loss:.4f}', str(entry.passes), *map(str, entry.factor_A))
         for of_passes_ in result.factors
         for entry in of_passes_
     ]
-    if rows:
-        blocks.append(
-            Table(
-                f'Data-efficiency factor: how much more {against} needs for the loss that this run ends with',
-                head,
-                rows,
-            )
-        )
-    return blocks, [Text(sentence(note, against, workdir)) for note in result.notes]
+    if not rows:
+        return []
+    caption = (
+        f"Data-efficiency factor: how much more {against} needs for the loss of this run's last evaluation while "
+        f'training (metrics.jsonl, step {result.groups[1].steps_N[-1]:,}, on {logged_on(config)})'
+    )
+    signs = {
+        '>': "> says that the baseline's curve ends before it comes down to that loss, so that it needs more than this",
+        '<': "< says that the baseline's first evaluation is at or below that loss, so that it needs less than this",
+    }
+    told = [text for sign, text in signs.items() if any(sign in cell for row in rows for cell in row[2:])]
+    bounds = [Text(f'{"; ".join(told)}. Nothing is extrapolated.')] if told else []
+    return [Table(caption, head, rows), *bounds]
 
 
-def difference_block(difference: dict[str, Any]) -> Table:
+def difference_blocks(difference: dict[str, Any], one: Scored, other: Scored) -> list[Block]:
+    """The difference, and what either has been trained with."""
     rows = [
-        (k, str(entry['other_passes']), f'{entry["difference"]:+.4f}{_ends(entry["interval"], "+")}')
+        (k, str(entry['other_passes']), f'{entry["difference"]:+z.4f}{_ends(entry["interval"], "+")}')
         for k, entry in difference['passes'].items()
     ]
+    documents = together(one.by_set.values()).documents
+    assert documents is not None
     caption = (
-        f'Loss less that of {difference["workdir"]} (step {difference["step"]:,}) on the same documents, '
-        f'{difference["unit"]}; 95 % intervals, paired by document'
+        f'Loss at step {one.run.step:,} less that of {difference["workdir"]} at step {difference["step"]:,}, on the '
+        f'same documents, {difference["unit"]}; 95 % intervals, paired, over {_documents(len(documents.tokens_U))}'
     )
-    return Table(caption, ('passes', 'its passes', 'difference'), rows)
+    trained = [(x.workdir, f'{x.run.step:,}', *_trained_with(x.workdir, x.run)) for x in (one, other)]
+    return [
+        Table(caption, ('passes', 'its passes', 'difference'), rows),
+        Table(
+            'What either has been trained with until that step',
+            ('run', 'step', 'tokens', 'token-passes', 'FLOPs'),
+            trained,
+        ),
+    ]
+
+
+def _trained_with(workdir: str, run: Run) -> tuple[str, str, str]:
+    """Tokens, token-passes and FLOPs at the checkpoint, which may lie between two logged steps."""
+    try:
+        train = [row for row in read_rows(Path(workdir) / 'metrics.jsonl') if row['split'] == 'train']
+    except (OSError, ValueError):
+        train = []
+    if not train:
+        return ('unknown',) * 3
+    steps = [0, *(row['step'] for row in train)]
+    tokens, token_passes = (
+        np.interp(run.step, steps, [0, *(row[name] for row in train)]) for name in ('tokens', 'token_passes')
+    )
+    flops = float(cumulative_flops(run.config, tokens, token_passes))
+    return f'{tokens:,.0f}', f'{token_passes:,.0f}', _power(flops)
