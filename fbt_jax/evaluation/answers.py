@@ -20,9 +20,7 @@ _NUMBER = re.compile(
     r'(?<![\w.^])(?<!\^{)(?P<sign>(?<![)\]}])-)?(?:\$(?P<minus>-)?)?(?:(?P<whole>\d+) +(?=\d+/\d))?'
     rf'(?P<value>{_DIGITS})(?:[eE](?P<power>[+-]?\d+)(?!\w))?(?:/(?P<below>\d+))?'
 )
-_FRACTION = re.compile(
-    r'(?<!\d)(?P<whole>\d*)\\[dt]?frac\s*(?:{\s*(-?[\d.,]+)\s*}|(\d))\s*(?:{\s*([\d.,]+)\s*}|(\d))'
-)
+_FRACTION = re.compile(r'(?<!\d)(?P<whole>\d*)\\[dt]?frac\s*(?:{\s*(-?[\d.,]+)\s*}|(\d))\s*(?:{\s*([\d.,]+)\s*}|(\d))')
 _UNIT = re.compile(r'\\(?:text|mathrm|mbox)\s*{[^{}]*}(?:\^\s*(?:\d|{\s*\d\s*}))?|\^\s*{?\s*\\circ\s*}?|\\?%')
 _PHRASE = re.compile(r'answer\**(?: is|:)\s*:?[\s*]*', re.IGNORECASE)
 _MATHS = re.compile(r'\$\$?((?:\\.|[^$\\])+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)', re.DOTALL)
