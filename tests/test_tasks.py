@@ -27,7 +27,7 @@ from fbt_jax.evaluation.sandbox import require_sandbox
 from fbt_jax.evaluation.task_items import TASKS, read_items
 from fbt_jax.evaluation.task_scores import estimate, generative_scores, mcnemar, pass_at_k
 from fbt_jax.inference.generate import Generations, generate
-from fbt_jax.interop import generative_tasks
+from fbt_jax.interop import generative_tasks, tasks
 from fbt_jax.interop.generative_tasks import evaluate_generative
 from fbt_jax.interop.task_records import Records, require_settings
 from fbt_jax.interop.task_settings import Settings, check
@@ -121,6 +121,7 @@ def test_intervals_of_scores() -> None:
     assert found.value == right / n
     assert found.interval == pytest.approx([centre - half, centre + half], abs=1e-9)
     assert estimate([0] * 9).interval == pytest.approx([0, z * z / (9 + z * z)], abs=1e-9)
+    assert estimate([0.5] * 10) == (0.5, None)
     shares = np.random.default_rng(0).choice([0, 0.3, 1], 400)
     low, high = estimate(shares).interval or [0, 0]
     normal = 1.96 * shares.std() / 20
@@ -316,15 +317,44 @@ def test_a_torn_line_is_cut_off_and_a_wrong_one_told(tmp_path: Path) -> None:
         assert records.read().keys() == {('a', 0), ('a', 1)}
         assert path.read_bytes() == whole
     path.write_bytes(b'nonsense\n' + whole)
-    with pytest.raises(UserError, match='line 1: is no record'):
+    with pytest.raises(UserError, match='line 1: is damaged'):
         records.read()
 
 
 def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
-    require_settings(tmp_path, 'made', {'step': 1, 'shots': None})
-    require_settings(tmp_path, 'made', {'step': 1, 'shots': None})
+    require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=None)
+    require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=3)
+    require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=None)
     with pytest.raises(UserError, match=r'made otherwise: step was 1, now 2\. Use another --out'):
-        require_settings(tmp_path, 'made', {'step': 2, 'shots': None})
+        require_settings(tmp_path, 'made', {'step': 2, 'shots': None}, fused_passes=3)
+    with pytest.raises(UserError, match=r'made in mode fused made otherwise: fused_passes was 3, now 1\.'):
+        require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=1)
+
+
+@pytest.mark.parametrize('content', ['[1]', '{"step": ', '', None])
+def test_damaged_settings_are_told(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / 'made.json'
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(UserError, match=r'made\.json: is damaged'):
+        require_settings(tmp_path, 'made', {'step': 1}, fused_passes=None)
+
+
+def test_damaged_records_are_told(tmp_path: Path) -> None:
+    records = Records(tmp_path, 'made', 'soft')
+    path = tmp_path / 'made-soft.jsonl'
+    whole = record('a', 0, 'wrong')
+    for damaged in ([1], 3, *(whole | {'tokens': t} for t in ('x', None)), *(_without(whole, key) for key in whole)):
+        path.write_text(f'{json.dumps(whole | {"sample": 1})}\n{json.dumps(damaged)}\n')
+        with pytest.raises(UserError, match=r'made-soft\.jsonl, line 2: is damaged'):
+            records.read()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match='is a folder'):
+        records.read()
+
+
+def _without(row: dict[str, Any], key: str) -> dict[str, Any]:
+    return {k: v for k, v in row.items() if k != key}
 
 
 # Runs, of random weights
@@ -394,6 +424,7 @@ def test_a_task_in_three_modes(files: str, tmp_path: Path, no_programs: None, no
     assert evaluate_generative(run, 'mbpp', asked._replace(batch_size=3), other, {'step': 7}) == figures
     assert records_in(other) == records
     lines = task_lines({'workdir': 'runs/x', 'step': 7, 'out': 'o', 'tasks': {'mbpp': figures}})
+    assert all('of the first samples' in line for line in lines if 'McNemar' in line)
     assert sum(line.startswith(('standard ', 'soft ', 'fused ')) for line in lines) == 3 + 3
 
 
@@ -462,6 +493,9 @@ def test_items_that_do_not_fit_count_as_wrong(
         ({'samples': 0}, 'must be at least 1'),
         ({'temperatures': (-1.0,)}, 'must be 0 or lie in'),
         ({'temperatures': (0.3, 0.3)}, 'each once'),
+        ({'temperatures': (0.5, 0.50000001)}, 'each once'),
+        ({'out': ''}, "--out = '': must be a folder"),
+        ({'files': ''}, "--task-files = '': must be a folder"),
         ({'limit': 0}, 'must be at least 1'),
         ({'shots': -1}, 'must not be negative'),
         ({'seed': 3}, '--seed=3: has no effect at temperature 0'),
@@ -509,6 +543,34 @@ def test_an_interrupt_does_not_wait_for_programs() -> None:
     with pytest.raises(KeyboardInterrupt):
         generative_tasks._judge(TASKS['humaneval'], batch, ['import time; time.sleep(20)'] * len(batch))
     assert time.monotonic() - start < 10
+
+
+def test_names_and_files_are_checked_before_anything_is_done(
+    files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the run is read, even: there is none."""
+    monkeypatch.setattr(tasks, 'load_run', lambda *args: pytest.fail('read the run'))
+    for name, told in (('math500', 'no math500/test'), ('no_such_task', 'no_such_task: no such task')):
+        if name == 'no_such_task':
+            pytest.importorskip('lm_eval')
+        given = settings(files, tasks=('gsm8k', name), files=str(tmp_path))
+        (tmp_path / 'gsm8k').mkdir(exist_ok=True)
+        write_jsonl(tmp_path / 'gsm8k' / 'test.jsonl', HATS)
+        with pytest.raises(UserError, match=told):
+            tasks.evaluate_tasks('nowhere', given)
+
+
+def test_what_is_refused_leaves_no_folder(
+    files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_programs: None, no_model: list[int]
+) -> None:
+    given = settings(files, out=str(tmp_path / 'a' / 'b'), modes=('standard',))
+    monkeypatch.setattr(tasks, 'load_run', lambda *args: make_run(seq_len=64))
+    with pytest.raises(UserError, match='are more than the trained context'):
+        tasks.evaluate_tasks('nowhere', given)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(tasks, 'load_run', lambda *args: make_run(seq_len=256))
+    tasks.evaluate_tasks('nowhere', given)
+    assert (tmp_path / 'a' / 'b' / 'mbpp-standard.jsonl').exists()
 
 
 # The command

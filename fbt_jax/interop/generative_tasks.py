@@ -53,7 +53,7 @@ def evaluate_generative(run: Run, name: str, settings: Settings, out: Path, made
         require_sandbox() if task.runs_programs else require_math_verify()
         own: dict[str, Any] = {'max_tokens': max_tokens, 'seed': settings.seed, 'shots': read.shots}
         own |= {'items': hashlib.sha256(repr(read.items).encode()).hexdigest()[:16]}
-        require_settings(out, name, made_by | own)
+        require_settings(out, name, made_by | own, fused_passes=settings.noted_fused_passes)
 
     processes.on_primary(prepare)
     run, mesh = spread(run, split_rows=False)
