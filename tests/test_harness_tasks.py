@@ -24,6 +24,7 @@ from lm_eval.tasks import TaskManager
 
 from fbt_jax.interop import harness_tasks
 from fbt_jax.interop.harness_tasks import load_task, local_files, plan_harness
+from fbt_jax.interop.task_records import Records
 from fbt_jax.interop.task_settings import Settings
 from fbt_jax.interop.task_tables import task_lines
 
@@ -258,6 +259,11 @@ def test_examples_and_limits_are_the_harness_s(tmp_path: Path, lengths: type[Len
     (tmp_path / 'more').mkdir()
     with pytest.raises(UserError, match='--shots=50: arc_easy has 4 examples'):
         evaluate(make_run(), ['arc_easy'], asked._replace(shots=50), tmp_path / 'more', {})
+    write(tmp_path / 'alone', 'arc_easy', test=questions('AAAA'))
+    with pytest.raises(UserError, match='--shots=4: arc_easy has 3 examples'):
+        evaluate(
+            make_run(), ['arc_easy'], asked._replace(files=str(tmp_path / 'alone'), shots=4), tmp_path / 'more', {}
+        )
 
 
 def test_modes_may_be_added_and_left_out(tmp_path: Path, lengths: type[Lengths]) -> None:
@@ -276,8 +282,11 @@ def test_modes_may_be_added_and_left_out(tmp_path: Path, lengths: type[Lengths])
         do('fused')
 
 
-def test_metrics_that_are_not_of_items_leave_nothing_to_score() -> None:
-    scores = harness_scores({'standard': {1: {}}, 'soft': {1: {}}}) | {'shots': 0, 'source': 'x'}
+def test_metrics_that_are_not_of_items_leave_nothing_to_score(tmp_path: Path) -> None:
+    records = Records(tmp_path, 'made', 'soft')
+    records.write([{'item': 1, 'sample': 0, 'verdict': None, 'scores': {}}])
+    by_item = {item: r['scores'] for item, r in records.read().items()}
+    scores = harness_scores({'standard': by_item, 'soft': by_item}) | {'shots': 0, 'source': 'x'}
     lines = task_lines({'workdir': 'runs/x', 'step': 7, 'out': 'o', 'tasks': {'made': scores}})
     assert lines[2:] == [
         'made: 1 items, 0 shots, from x',

@@ -131,7 +131,12 @@ def _evaluate_leaf(
 
 
 def _require_examples(task: Any, leaf: str, shots: int) -> None:
-    found = len(task.fewshot_docs()) if shots else 0
+    if not shots:
+        return
+    examples = task.fewshot_docs()
+    found = len(examples)
+    if found and examples[0] == task.eval_docs[0]:
+        found -= 1  # they are the items themselves, and none is an example of its own
     if found < shots:
         raise UserError(f'--shots={shots}: {leaf} has {found} examples')
 

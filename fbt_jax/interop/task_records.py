@@ -43,9 +43,9 @@ class Records:
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 record = json.loads(line)
-                _ = record['verdict'], record.get('scores') or (record['tokens'] + 0, record['finished'])
+                _ = record['verdict'], 'scores' in record or (record['tokens'] + 0, record['finished'])
                 found[record['item'], record['sample']] = record
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError):
                 raise UserError(f'{self._path}, line {number}: is damaged, no record; remove the file') from None
         return found
 
