@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import time
 from fractions import Fraction
 
 import pytest
@@ -55,6 +56,27 @@ from fbt_jax.evaluation.answers import as_number, boxed, maths_answer, number_an
         ('It is 3.14.', '3.14'),
         ('pages 3,4', '4'),
         ('12,34', '34'),
+        ('12 345,', '12345'),
+        ('It costs 10 000 dollars', '10000'),
+        ('1 2 3 100 200', '200'),
+        ('1e5', '100000'),
+        ('#### 2.5E-1', '0.25'),
+        (r'\boxed{12\text{ cm}^2}', '12'),
+        (r'\boxed{12\text{ cm}^{2}}', '12'),
+        ('12 cm^2', '12'),
+        (r'The answer is $\$5$.', '5'),
+        ('**Answer**: 7, of 9', '7'),
+        ('The answer is **5**, of 9', '5'),
+        ('The answer is\n\n\\[5\\]\n\nof 9', '5'),
+        ('#### ' + '9' * 5000, None),
+        ('18 and ' + '9' * 5000, None),
+        ('0.' + '0' * 4100 + '1', None),
+        ('1/' + '9' * 5000, None),
+        ('1e' + '9' * 5000, None),
+        ('1e99999', None),
+        (r'\boxed{' + '9' * 5000 + '}', None),
+        (r'\frac{1}{' + '9' * 5000 + '}', None),
+        ('#### 1e-300', '0.' + '0' * 299 + '1'),
     ],
 )
 def test_the_number_of_an_answer(text: str, number: str | None) -> None:
@@ -88,6 +110,13 @@ def test_whatever_number_is_written_is_read() -> None:
         ('Final Answer: The final answer is $[2,5)$. I hope it is correct.', '[2,5)'),
         ('The final answer is 3.5. I hope', '3.5'),
         ('The answer is x + 1.', 'x + 1'),
+        (r'The answer is $\$5$.', r'\$5'),
+        ('The answer is **5**.', '5'),
+        ('**The answer is 5.**', '5'),
+        ('**Answer**: 7', '7'),
+        ('**Answer:** 7', '7'),
+        ('The answer is\n\\[\n5\n\\]', '5'),
+        (r'The answer is \(x\).', 'x'),
         ('I do not know.', None),
         ('', None),
         ('\\boxed{7}\n\nProblem:\nWhat is $1+1$?\n\nSolution: \\boxed{2}', '7'),
@@ -103,6 +132,15 @@ def test_boxes_within_boxes() -> None:
         assert boxed(rf'\boxed{{a{inner}b}} {{') == f'a{inner}b'
     assert boxed(r'\boxed{a}}') == 'a'
     assert boxed('boxed{a}') is None
+    assert boxed(r'\boxed{\boxed{1}2}') == '1'
+
+
+@pytest.mark.parametrize('text', [r'\boxed{' * 8000, r'\boxed{1' * 8000 + '}', '\n' * 80_000, '1' * 80_000])
+def test_what_runs_on_and_on_is_read_in_time(text: str) -> None:
+    start = time.process_time()
+    number_answer(text)
+    maths_answer(text)
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize(
@@ -147,6 +185,13 @@ def test_what_is_a_number(text: str, value: Fraction | None) -> None:
         ('p - q', 'p-q', True),
         ('p - q', 'q-p', False),
         (r'11\frac{1}{2}', '11.5', True),
+        (r'12\text{ cm}^2', '12', True),
+        ('4210_{7}', '4210_{5}', False),
+        ('4210_7', '4210_{7}', True),
+        (r'4210_{\text{7}}', '4210_{7}', True),
+        ('9' * 5000, '9' * 5001, False),
+        ('9' * 5000, 'x', False),
+        ('x', '0.' + '0' * 4100 + '1', False),
     ],
 )
 def test_what_counts_as_the_same(answer: str, expected: str, same: bool) -> None:

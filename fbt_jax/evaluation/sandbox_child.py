@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
 import types
 from pathlib import Path
@@ -22,11 +23,18 @@ NEW_MOUNTS, NEW_UTS, NEW_IPC, NEW_USERS, NEW_PIDS, NEW_NET = (
 )  # fmt: skip
 READ_ONLY, NO_SUID, NO_DEV, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 NO_ATIME, NO_DIR_ATIME, RELATIVE_ATIME = 1 << 10, 1 << 11, 1 << 21
-DIE_WITH_PARENT, NO_NEW_PRIVILEGES = 1, 38
+DIE_WITH_PARENT, SECCOMP, NO_NEW_PRIVILEGES = 1, 22, 38
 CAPABILITY_VERSION = 0x20080522
+FILTER, ALLOWED, REFUSED, KILLED = 2, 0x7FFF0000, 0x50001, 0x80000000  # REFUSED: with EPERM
+LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+OTHER_NUMBERING = 0x40000000  # x32's calls
+# The architecture's mark, then shmget, msgget, memfd_create, memfd_secret: memory that no limit of a process counts.
+HIDDEN_MEMORY = {'x86_64': (0xC000003E, 29, 68, 319, 447), 'aarch64': (0xC00000B7, 194, 186, 279, 447)}
 
 SYSTEM = ('usr', 'lib', 'lib64', 'bin', 'etc/ld.so.cache', 'etc/localtime')
 DEVICES = ('dev/null', 'dev/zero', 'dev/random', 'dev/urandom')
+MOUNT_POINT = Path('/proc')  # any folder that is there, and not needed any more: nobody else sees what is put over it
+NOT_THE_STANDARD_LIBRARY = ('lib*/python*/*-packages', 'lib*/*-packages', 'envs', 'pkgs')
 OTHER_USERS = 10_000  # one of so many numbers is the program's, so that limits count its own processes only
 
 
@@ -55,7 +63,7 @@ def main() -> NoReturn:
     LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nobody inside can send the first process what it has no handler for
     try:
-        build(Path(task['root']), task['python'], room=4 * task['limits']['file'])
+        build(MOUNT_POINT, task['python'], room=4 * task['limits']['file'])
         program = os.fork()
         if not program:
             give_up_rights(user, task['limits'])
@@ -124,6 +132,13 @@ def build(root: Path, python: str, *, room: int) -> None:
     mount('tmpfs', root, 'tmpfs', NO_SUID | NO_DEV, f'size={room},nr_inodes=4096,mode=755')
     for name in (*SYSTEM, *DEVICES, python.lstrip('/')):
         show(Path('/') / name, root / name)
+    for base in ('usr', 'usr/local', python.lstrip('/')):
+        for pattern in NOT_THE_STANDARD_LIBRARY:
+            for folder in (root / base).glob(pattern):
+                cover(folder)
+    cover(root / 'usr/share', but='zoneinfo')
+    if not Path(python).is_relative_to('/usr/local'):
+        cover(root / 'usr/local')
     for name in ('tmp', 'dev/shm'):
         (root / name).mkdir()
         (root / name).chmod(0o1777)
@@ -158,6 +173,17 @@ def show(source: Path, target: Path) -> None:
     mount('none', target, None, REMOUNT | BIND | READ_ONLY | NO_SUID | flags)
 
 
+def cover(folder: Path, *, but: str = '') -> None:
+    """Makes what `folder` holds invisible, except for its folder `but`."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    kept = Path('/') / folder.relative_to(MOUNT_POINT) / but
+    mount('tmpfs', folder, 'tmpfs', NO_SUID | NO_DEV, 'size=4k,mode=755')
+    if but:
+        show(kept, folder / but)
+    mount('none', folder, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV)
+
+
 def give_up_rights(user: tuple[int, int], limits: dict[str, int]) -> None:
     if os.getuid() != user[0]:
         os.setgroups([])
@@ -167,12 +193,29 @@ def give_up_rights(user: tuple[int, int], limits: dict[str, int]) -> None:
         header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
         check(LIBC.capset(header, none), 'capset')
     check(LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0), 'prctl')
+    refuse_hidden_memory()
     resource.setrlimit(resource.RLIMIT_CPU, (limits['cpu'], limits['cpu'] + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits['file'],) * 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (limits['processes'],) * 2)
     resource.setrlimit(resource.RLIMIT_AS, (limits['memory'],) * 2)
+
+
+def refuse_hidden_memory() -> None:
+    """By a filter of system calls, for good."""
+    machine = os.uname().machine
+    if machine not in HIDDEN_MEMORY:
+        raise OSError(f'no numbers of system calls are known for {machine}')
+    mark, *calls = HIDDEN_MEMORY[machine]
+    # Each: what to do, how many to skip if so, how many if not, with which number.
+    lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, mark), (RETURN, 0, 0, KILLED), (LOAD, 0, 0, 0)]
+    lines.append((AT_LEAST, len(calls) + 1, 0, OTHER_NUMBERING))
+    lines += [(EQUAL, len(calls) - n, 0, call) for n, call in enumerate(calls)]
+    lines += [(RETURN, 0, 0, ALLOWED), (RETURN, 0, 0, REFUSED)]
+    code = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *line) for line in lines))
+    program = ctypes.create_string_buffer(struct.pack('HP', len(lines), ctypes.addressof(code)))
+    check(LIBC.prctl(SECCOMP, FILTER, program, 0, 0), 'prctl')
 
 
 def run(program: str, tell: Teller) -> NoReturn:

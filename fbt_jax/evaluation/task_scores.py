@@ -44,22 +44,24 @@ def sizes(samples: int) -> list[int]:
 
 
 def estimate(scores_I: Sequence[float]) -> Estimate:
-    """Their mean."""
+    """Their mean. No interval where all are the same, unless 0 or 1: a bootstrap knows of no others."""
     from scipy import stats
 
     scores = np.asarray(scores_I, np.float64)
     if np.isin(scores, (0, 1)).all():
         ends = stats.binomtest(int(scores.sum()), len(scores)).proportion_ci(LEVEL, 'wilson')
         return Estimate(float(scores.mean()), ends_of(ends.low, ends.high))
-    found = ratios(scores[None], np.ones(len(scores)))
-    return Estimate(float(found.value_C[0]), ends_of(found.low_C[0], found.high_C[0]))
+    return _bootstrapped(scores)
 
 
 def difference(first_I: Sequence[float], second_I: Sequence[float]) -> Estimate:
     """The mean of first - second, paired: the same items are drawn for both. No interval where all items agree."""
-    differences = np.subtract(first_I, second_I)
-    found = ratios(differences[None], np.ones(len(differences)))
-    told = np.ptp(differences) > 0
+    return _bootstrapped(np.subtract(first_I, second_I))
+
+
+def _bootstrapped(values: np.ndarray) -> Estimate:
+    found = ratios(values[None], np.ones(len(values)))
+    told = np.ptp(values) > 0
     return Estimate(float(found.value_C[0]), ends_of(found.low_C[0], found.high_C[0]) if told else None)
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from fbt_jax.errors import UserError
 from fbt_jax.evaluation.answers import require_math_verify
-from fbt_jax.evaluation.sandbox import require_sandbox
+from fbt_jax.evaluation.sandbox import end_all, require_sandbox
 from fbt_jax.evaluation.task_items import TASKS, Item, Task, Verdict, read_items
 from fbt_jax.evaluation.task_scores import generative_scores
 from fbt_jax.inference.decode import cast
@@ -53,7 +53,7 @@ def evaluate_generative(run: Run, name: str, settings: Settings, out: Path, made
         require_sandbox() if task.runs_programs else require_math_verify()
         own: dict[str, Any] = {'max_tokens': max_tokens, 'seed': settings.seed, 'shots': read.shots}
         own |= {'items': hashlib.sha256(repr(read.items).encode()).hexdigest()[:16]}
-        require_settings(out, name, made_by | own)
+        require_settings(out, name, made_by | own, fused_passes=settings.noted_fused_passes)
 
     processes.on_primary(prepare)
     run, mesh = spread(run, split_rows=False)
@@ -131,7 +131,14 @@ def _judge(task: Task, batch: list[Asked], texts: list[str]) -> list[Verdict]:
     if not task.runs_programs:
         return [task.judge(text, e) for text, e in zip(texts, expected, strict=True)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(task.judge, texts, expected))
+        verdicts = [pool.submit(task.judge, text, e) for text, e in zip(texts, expected, strict=True)]
+        try:
+            return [verdict.result() for verdict in verdicts]
+        except BaseException:  # Ctrl-C: the pool would wait for programs that may take half a minute
+            pool.shutdown(wait=False, cancel_futures=True)
+            while wait(verdicts, timeout=0.05).not_done:
+                end_all()
+            raise
 
 
 def _record(

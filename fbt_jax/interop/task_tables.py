@@ -14,7 +14,7 @@ def task_lines(figures: dict[str, Any]) -> list[str]:
         if task.get('too_long'):
             lines.append(f'{task["too_long"]} of them do not fit the trained context and count as wrong')
         lines += _generative(task) if 'best_temperature' in task else _harness(task)
-        lines += [_pair(pair) for pair in task['pairs']]
+        lines += [_pair(pair, task.get('samples', 1)) for pair in task['pairs'] if pair['second_less_first']]
     return lines
 
 
@@ -42,12 +42,14 @@ def _generative(task: dict[str, Any]) -> list[str]:
 
 def _harness(task: dict[str, Any]) -> list[str]:
     metrics = list(next(iter(task['scores'].values())))
+    if not metrics:
+        return ['nothing to score: none of its metrics is a number of single items']
     rows: list[tuple[str, ...]] = [('mode', *metrics)]
     rows += [(mode, *(_estimate(scores[m]) for m in metrics)) for mode, scores in task['scores'].items()]
     return table(rows)
 
 
-def _pair(pair: dict[str, Any]) -> str:
+def _pair(pair: dict[str, Any], samples: int) -> str:
     a, b = pair['first'], pair['second']
     parts = [f'{b} less {a}:']
     for name, found in pair['second_less_first'].items():
@@ -58,7 +60,8 @@ def _pair(pair: dict[str, Any]) -> str:
         )
     if pair['p_value'] is not None:
         alone = f'{pair["only_second"]} right in {b} alone, {pair["only_first"]} in {a} alone'
-        parts.append(f'({alone}; McNemar p = {pair["p_value"]:.3g})')
+        first = ' of first samples' if samples > 1 else ''
+        parts.append(f'({alone}; McNemar p{first} = {pair["p_value"]:.3g})')
     return ' '.join(parts)
 
 

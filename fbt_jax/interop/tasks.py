@@ -5,7 +5,8 @@ are lm-evaluation-harness's (harness_tasks.py). Several processes decode togethe
 """
 
 import hashlib
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from fbt_jax.errors import UserError
-from fbt_jax.evaluation.task_items import TASKS
+from fbt_jax.evaluation.task_items import TASKS, read_items
 from fbt_jax.files import held
 from fbt_jax.inference.decode import MODES
 from fbt_jax.interop.generative_tasks import evaluate_generative
@@ -29,6 +30,10 @@ def evaluate_tasks(workdir: str, settings: Settings) -> dict[str, Any]:
       UserError: no such task, no items, settings that make no sense, no sandbox, records made with other settings.
     """
     check(settings)
+    for name in settings.generative:
+        read_items(name, settings.files, settings.shots)
+    others = [name for name in settings.tasks if name not in TASKS]
+    plan = _harness().plan_harness(others, settings) if others else None
     run = load_run(workdir, settings.step)
     if run.tokenizer is None:
         raise UserError(f'{workdir}: this model reads no text')
@@ -44,19 +49,35 @@ def evaluate_tasks(workdir: str, settings: Settings) -> dict[str, Any]:
     processes.agree({f'--{key}': str(value) for key, value in settings._asdict().items()})
     out = Path(settings.out or Path(workdir) / 'tasks' / f'step{run.step}')
     made_by = {'step': run.step, 'weights': _fingerprint(run)}
-    if 'fused' in modes:
-        made_by['fused_passes'] = settings.fused_passes or 1
     figures: dict[str, Any] = {'workdir': workdir, 'step': run.step, 'out': str(out), 'tasks': {}}
-    mine = held(out, str(out), 'another evaluation writes there') if processes.is_primary() else nullcontext()
-    with mine:
+    with _own_folder(out) if processes.is_primary() else nullcontext():
         for name in settings.generative:
             figures['tasks'][name] = evaluate_generative(run, name, settings, out, made_by)
-        others = [name for name in settings.tasks if name not in TASKS]
-        if others:
-            from fbt_jax.interop.harness_tasks import evaluate_harness
-
-            figures['tasks'] |= evaluate_harness(run, others, settings, out, made_by)
+        if plan:
+            figures['tasks'] |= _harness().evaluate_harness(run, plan, settings, out, made_by)
     return figures
+
+
+def _harness() -> Any:
+    """Its module, which takes an extra."""
+    try:
+        from fbt_jax.interop import harness_tasks
+    except ImportError as error:
+        raise UserError(f'--tasks: only {", ".join(TASKS)} are there without lm-evaluation-harness: {error}') from None
+    return harness_tasks
+
+
+@contextmanager
+def _own_folder(out: Path) -> Iterator[None]:
+    """`out`, for this process alone; what was made for it goes again where nothing came into it."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        with held(out, str(out), 'another evaluation writes there'):
+            yield
+    finally:
+        with suppress(OSError):  # it is not empty
+            for folder in made:
+                folder.rmdir()
 
 
 def _fingerprint(run: Run) -> str:
