@@ -1,4 +1,4 @@
-"""What feedback can do that depth cannot: running products in the symmetric group S5, with ONE layer.
+"""What feedback does in one layer: running products in the symmetric group S5.
 
     make demo        or        fbt train --config=configs/word_problem.py --workdir=runs/word_problem
 

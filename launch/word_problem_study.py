@@ -1,4 +1,4 @@
-"""What latent feedback learns of word problems, setting by setting: the tables in the README.
+"""What latent feedback learns of word problems, setting by setting: the picture and tables in the README.
 
     python launch/word_problem_study.py --workdir=runs/study                     # one seed: hours on two CPU cores
     python launch/word_problem_study.py --workdir=runs/study --seeds=0,1,2
