@@ -506,7 +506,7 @@ def test_items_that_do_not_fit_count_as_wrong(
 )
 def test_what_makes_no_sense_is_told(changes: dict[str, Any], told: str, files: str) -> None:
     with pytest.raises(UserError, match=told):
-        check(settings(files, **changes))
+        check(settings(files)._replace(**changes))
 
 
 @pytest.mark.slow
