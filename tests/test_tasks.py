@@ -506,7 +506,7 @@ def test_items_that_do_not_fit_count_as_wrong(
 )
 def test_what_makes_no_sense_is_told(changes: dict[str, Any], told: str, files: str) -> None:
     with pytest.raises(UserError, match=told):
-        check(settings(files, **changes))
+        check(settings(files)._replace(**changes))
 
 
 @pytest.mark.slow
@@ -538,7 +538,7 @@ def test_an_interrupt_does_not_wait_for_programs() -> None:
     require_sandbox()
     item = task_items.Item('x', '', f'{task_items.PLACE}')
     batch = [generative_tasks.Asked(item, n, []) for n in range(12)]
-    timer = threading.Timer(1, signal.raise_signal, [signal.SIGINT])
+    timer = threading.Timer(1, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
     timer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

@@ -9,9 +9,10 @@ import hashlib
 import itertools
 import json
 import os
+import time
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,8 +137,9 @@ def _judge(task: Task, batch: list[Asked], texts: list[str]) -> list[Verdict]:
             return [verdict.result() for verdict in verdicts]
         except BaseException:  # Ctrl-C: the pool would wait for programs that may take half a minute
             pool.shutdown(wait=False, cancel_futures=True)
-            while wait(verdicts, timeout=0.05).not_done:
+            while not all(verdict.done() for verdict in verdicts):
                 end_all()
+                time.sleep(0.05)
             raise
 
 

@@ -103,6 +103,8 @@ def _evaluate_leaf(
     from lm_eval import simple_evaluate
 
     files = plan.files[leaf]
+    if settings.shots:
+        _require_examples(load_task(plan.manager, leaf, files), leaf, settings.shots)
 
     def prepare() -> None:
         own = {'shots': settings.shots, 'limit': settings.limit, 'files': None if files is None else _digest(files)}
@@ -116,7 +118,6 @@ def _evaluate_leaf(
             fused_passes = settings.fused_passes if mode == 'fused' else None
             models[mode] = FbtLM(run, mode=mode, batch_size=settings.batch_size, fused_passes=fused_passes)
         task = load_task(plan.manager, leaf, files)
-        _require_examples(task, leaf, settings.shots or 0)
         results = simple_evaluate(
             model=models[mode],
             tasks=[task],
@@ -131,8 +132,6 @@ def _evaluate_leaf(
 
 
 def _require_examples(task: Any, leaf: str, shots: int) -> None:
-    if not shots:
-        return
     examples = task.fewshot_docs()
     found = len(examples)
     if found and examples[0] == task.eval_docs[0]:
