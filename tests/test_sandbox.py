@@ -284,6 +284,31 @@ def test_whoever_started_it_takes_it_along(number: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_whoever_dies_at_once_takes_it_along(tmp_path: Path) -> None:
+    """Before the first process inside has asked to die with its parent."""
+    late = '    import time; time.sleep(2)\n    os.close(held)\n'
+    child = tmp_path / 'late_child.py'
+    text = Path(sandbox._CHILD).read_text()
+    assert '    os.close(held)\n' in text
+    child.write_text(text.replace('    os.close(held)\n', late))
+    code = (
+        'import pathlib; import fbt_jax.evaluation.sandbox as s; '
+        "s._CHILD = pathlib.Path(input()); s.run_program('import time; time.sleep(4243)')"
+    )
+    parent = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, stdin=subprocess.PIPE, text=True)
+    assert parent.stdin is not None
+    parent.stdin.write(f'{child}\n')
+    parent.stdin.flush()
+    deadline = time.monotonic() + 30
+    while len(processes_with(str(child))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    parent.kill()
+    parent.communicate()
+    while processes_with(str(child)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_with(str(child)) == []
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason='only root can become somebody else')
 def test_it_takes_no_root() -> None:
     """With the system's own Python, for one in root's home is not for others."""

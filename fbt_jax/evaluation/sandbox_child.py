@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import sys
@@ -50,6 +51,7 @@ def main() -> NoReturn:
     LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != task['parent']:
         os._exit(1)
+    alive, held = os.pipe()
     try:
         user = separate()
         first = os.fork()
@@ -60,7 +62,11 @@ def main() -> NoReturn:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
         os.waitpid(first, 0)  # comes back when all in there are dead
         os._exit(0)
+    os.close(held)
     LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    if select.select([alive], [], [], 0)[0]:  # at its end: the parent died before it could be asked for
+        os._exit(1)
+    os.close(alive)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nobody inside can send the first process what it has no handler for
     try:
         build(MOUNT_POINT, task['python'], room=4 * task['limits']['file'])
