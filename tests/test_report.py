@@ -418,7 +418,7 @@ def test_trained_runs(tmp_path: Path) -> None:
     )
     assert figures.keys() >= {'loss', 'passes', 'map-loss', 'map-update', 'singular', 'rollout', 'differences', 'by-0'}
     assert '</script><b>She' in text_of(html)
-    for words in ('fused (2 passes over the prompt)', 'drawn at temperature 0.8', 'intervals, paired, over', 'Verdict: '):
+    for words in ('fused (2 passes over', 'drawn at temperature 0.8', 'intervals, paired, over', 'Verdict: '):
         assert words in text_of(html)
     assert html.count('role="option"') > 100
     for name in ('map-loss', 'passes'):
