@@ -4,6 +4,7 @@ import atexit
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
+
+from fbt_jax.cli import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -199,3 +203,21 @@ def _records(data: bytes) -> Iterator[bytes]:
             return
         yield data[at + 12 : at + 12 + length]
         at += 16 + length
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr with which `fbt` refuses, without the command's name in front."""
+    capsys.readouterr()
+    try:
+        status = main(list(arguments))
+    except SystemExit as leaving:
+        status = leaving.code
+    out, err = capsys.readouterr()
+    assert status == 2, (status, out, err)
+    assert out == ''
+    assert re.fullmatch(r'fbt( \w+)?: [^\n]+\n', err), err
+    return err.partition(': ')[2].rstrip('\n')
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
