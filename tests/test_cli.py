@@ -113,6 +113,7 @@ def test_the_installed_command_is_the_module() -> None:
         (['evaluate', '--workdir=x', '--rows=many'], r"argument --rows: invalid int value: 'many'"),
         (['evaluate', '--workdir=x', '--json=no/such/folder'], r'--json=no/such/folder: must be a file in a folder'),
         (['evaluate', '--workdir=x', '--json=/'], r'--json=/: must be a file in a folder'),
+        (['evaluate', '--workdir=x', '--json=/proc/a.json'], r'--json=/proc/a\.json: cannot be written'),
         (['evaluate', '--workdir=x', '--passs=2'], r'unknown argument --passs=2; see --help'),
         (['evaluate', '--workdir=x', '--config.seed=2'], r'unknown argument --config\.seed=2; see --help'),
         (['diagnose'], r'the following arguments are required: --workdir'),

@@ -7,6 +7,7 @@ signal after saving. Verbs import what they need when they run, so that `fbt --h
 import argparse
 import importlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,16 +102,25 @@ def config_overrides(rest: list[str]) -> dict[str, str]:
 
 def require_outputs(args: argparse.Namespace) -> None:
     """UserError unless `--json`, and `--plot` where the verb has it, can be written."""
-    for flag in ('json', 'plot'):
+    for flag, suffixes in (('json', ()), ('plot', ('.png',))):
         path = getattr(args, flag, None)
-        if path is None:
-            continue
-        if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-            raise UserError(f'--{flag}={path}: must be a file in a folder that exists')
-        if _of_a_run(Path(path).resolve()):
-            raise UserError(f'--{flag}={path}: is a file of the run itself; give it another name')
-        if flag == 'plot' and not path.endswith('.png'):
-            raise UserError(f'--plot={path}: must end in .png')
+        if path is not None:
+            require_output(f'--{flag}={path}', path, *suffixes)
+
+
+def require_output(told: str, path: str | Path, *suffixes: str) -> None:
+    """UserError, which begins with `told`, unless a file can be written at `path` without harm to a run."""
+    where = Path(path).absolute()
+    if not str(path) or where.is_dir() or not where.parent.is_dir():
+        raise UserError(f'{told}: must be a file in a folder that exists')
+    if suffixes and where.suffix not in suffixes:
+        raise UserError(f'{told}: must end in {suffixes[0]}')
+    if _of_a_run(where.resolve()):
+        raise UserError(f'{told}: is a file of the run itself; give it another name')
+    try:  # by making a file: permissions don't say all, of a file system that is read-only, or to root
+        tempfile.TemporaryFile(dir=where.parent).close()
+    except OSError as error:
+        raise UserError(f'{told}: cannot be written ({error.strerror}); name another place') from None
 
 
 def _of_a_run(path: Path) -> bool:

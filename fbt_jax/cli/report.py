@@ -9,10 +9,9 @@ it, the configuration. What the run lacks is said on the page.
 """
 
 import argparse
-import tempfile
 from pathlib import Path
 
-from fbt_jax.cli import no_more_arguments, processes
+from fbt_jax.cli import no_more_arguments, processes, require_output
 from fbt_jax.errors import UserError
 
 HELP = 'one HTML page of a run: curves, the map, samples, tokens'
@@ -53,20 +52,8 @@ def _out(args: argparse.Namespace) -> Path:
     if not (Path(args.workdir) / 'config.json').is_file():
         raise UserError(f'{args.workdir}: no run here (no config.json)')
     out = Path(args.workdir) / 'report.html' if args.out is None else Path(args.out)
-    if out.suffix not in ('.html', '.htm'):
-        raise UserError(f'--out={args.out}: must end in .html')
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(f'--out={args.out}: must be a file in a folder that exists')
-    _require_writable(out.absolute().parent, f'--out={out}')
+    require_output(f'--out={out}', out, '.html', '.htm')
     return out
-
-
-def _require_writable(folder: Path, told: str) -> None:
-    """By making a file, for permissions don't say all: of a file system that is read-only, or to root."""
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f'{told}: cannot be written ({error.strerror}); name another place') from None
 
 
 def _report(args: argparse.Namespace, out: Path) -> None:
