@@ -2,7 +2,7 @@
 
     make train        or        fbt train --config=configs/tiny.py --workdir=runs/tiny
 
-Hardware: 2 CPU cores, under four minutes. Expected: see the README, three seeds.
+Hardware: 2 CPU cores, about five minutes. Expected: see the README, three seeds.
 """
 
 from ml_collections import ConfigDict
