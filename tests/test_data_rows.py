@@ -135,6 +135,7 @@ def test_every_token_of_50_megabytes_comes_once_an_epoch(tmp_path: Path) -> None
 def test_a_shard_that_goes_bad_in_mid_run_ends_the_run_and_its_threads(tmp_path: Path, workers: int) -> None:
     write_jsonl(tmp_path / 'b.jsonl', ['x' * 200] * 40)
     data = data_of(tmp_path, source=f'jsonl:{tmp_path}/b.jsonl', weights=(), workers=workers)
+    data.train_rows.batch([0])  # opens the shard for all threads: one that opened it after the damage would say so
     before = set(threading.enumerate())
     iterator = data.train_iterator()
     next(iterator)
