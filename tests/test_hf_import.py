@@ -78,8 +78,10 @@ def make_model(family: str, changes: dict[str, Any]) -> Any:
     return model
 
 
-def make_folder(folder: Path, family: str = 'Llama', changes: dict[str, Any] | None = None, **saving: Any) -> Any:
-    model = make_model(family, changes or {})
+def make_folder(
+    folder: Path, family: str = 'Llama', changes: dict[str, Any] | None = None, model: Any = None, **saving: Any
+) -> Any:
+    model = model or make_model(family, changes or {})
     model.save_pretrained(folder, **saving)
     bpe = Path(hf_import.__file__).parents[1] / 'data' / BPE_FILE
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -299,9 +301,27 @@ def test_other_mathematics_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     """As a config whose rotary base was read wrongly."""
     make_folder(tmp_path / 'hf')
     monkeypatch.setattr(hf_weights, '_rope', lambda *_: (9.9e3, ()))
-    with pytest.raises(RuntimeError, match=r'logits differ from those of transformers by .*, more than 1\.0e-04'):
+    apart = r'logits differ from those of transformers by .* in float32 and .* in float64'
+    with pytest.raises(RuntimeError, match=apart):
         import_hf(str(tmp_path / 'hf'), str(tmp_path / 'run'))
     assert [p.name for p in tmp_path.iterdir()] == ['hf']
+
+
+@pytest.mark.parametrize('base', [5e3, 5.0001e3])
+def test_float64_tells_rounding_from_a_mistake(base: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a thousand: float32 rounds them by more than the mistake of a base that is 2e-5 off makes of them."""
+    model = make_model('Llama', {'rope_parameters': LLAMA_3})
+    with torch.no_grad():
+        model.lm_head.weight *= 300
+    make_folder(tmp_path / 'hf', model=model)
+    monkeypatch.setattr(hf_weights, '_rope', lambda *_: (base, (8.0, 1.0, 4.0, 64)))
+    if base == 5e3:
+        told = import_hf(str(tmp_path / 'hf'), str(tmp_path / 'run'))
+        assert told.difference > 1e-4
+        assert told.in_float64 is not None and told.in_float64 < 1e-9
+    else:
+        with pytest.raises(RuntimeError, match='in float64'):
+            import_hf(str(tmp_path / 'hf'), str(tmp_path / 'run'))
 
 
 def test_training_goes_on_from_the_model_s_own_loss(tmp_path: Path) -> None:
@@ -371,7 +391,8 @@ def test_smollm2_writes_its_own_text(tmp_path: Path) -> None:
     pytest.importorskip('gguf')
     told = import_hf(str(SMOLLM2), str(tmp_path / 'run'), seq_len=256)
     assert told.parameters == 134_515_008
-    assert told.difference < 5e-4  # with logits up to 39
+    assert told.difference < 5e-4  # logits up to 39, which float32 rounds
+    assert told.in_float64 is not None and told.in_float64 < 1e-9
     run = load_run(str(tmp_path / 'run'))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         SMOLLM2, gguf_file=next(SMOLLM2.glob('*.gguf')).name, dtype=torch.float32

@@ -33,9 +33,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     told = import_hf(args.source, args.workdir, seq_len=args.seq_len)
     m = told.config.model
     print(f'{args.workdir}: {told.parameters:,} parameters, {m.num_layers} layers of width {m.width}')
-    print(
-        f'logits at positions of {told.positions:,} tokens of the embedded novels: {told.difference:.1e} apart at most'
-    )
+    exact = '' if told.in_float64 is None else f' in float32, {told.in_float64:.1e} in float64'
+    print(f'logits on {told.positions:,} tokens of the embedded novels: {told.difference:.1e} apart at most{exact}')
     for key, value in told.assumed.items():
         print(f"its config.json doesn't say {key}: taken as {value}, as transformers does")
     config = shlex.quote(str(Path(args.workdir) / 'config.py'))

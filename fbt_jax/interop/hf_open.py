@@ -1,12 +1,13 @@
 """A script: `python hf_open.py QUESTION ANSWER`, a Hugging Face folder as `transformers` itself sees it.
 
-QUESTION (JSON): folder, gguf_file ('' = none), vocab_size, text, length, rows, places, weights (whether to write them),
-probes.
-Writes into the folder ANSWER: tokenizer.json; tokens.npy, (B, T) ids of the text; logits.npy, (B, P, V) in float32 at
-the places; told.json: names of BOS and EOS, the ids of each probe. With `weights` also model.safetensors, in float32:
-what a GGUF file holds, taken out of its quantisation. Knows nothing of fbt_jax.
+QUESTION (JSON): folder, gguf_file ('' = none), vocab_size, text, length, rows, places, dtype (of the computation),
+weights (whether to write them), probes.
+Writes into the folder ANSWER: tokenizer.json; tokens.npy, (B, T) ids of the text; logits.npy, (B, P, V) at the places;
+told.json: names of BOS and EOS, the ids of each probe. With `weights` also model.safetensors, in float32: what a GGUF
+file holds, taken out of its quantisation. Knows nothing of fbt_jax.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+class InDouble(TorchFunctionMode):
+    """float64 wherever code asks for float32, as models do for norms, angles and softmax whatever their weights."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wide(x):
+            return torch.float64 if x is torch.float32 else x
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{key: wide(x) for key, x in (kwargs or {}).items()})
 
 
 def main(question: str, answer: str) -> None:
@@ -47,10 +60,14 @@ def main(question: str, answer: str) -> None:
     ids = tokenizer(asked['text'], **plain)['input_ids'][: rows * length]
     tokens_BT = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     places_P = torch.tensor(asked['places'])
-    with torch.no_grad():
+    with torch.no_grad(), InDouble() if asked['dtype'] == 'float64' else contextlib.nullcontext() as wide:
+        if wide:  # made anew, since rotary frequencies are no weights
+            weights = model.state_dict()
+            model = AutoModelForCausalLM.from_config(model.config).double().eval()
+            model.load_state_dict(weights)
         logits_BPV = model(tokens_BT, logits_to_keep=places_P, use_cache=False).logits
     np.save(out / 'tokens.npy', tokens_BT.numpy().astype(np.int32))
-    np.save(out / 'logits.npy', logits_BPV.float().numpy())
+    np.save(out / 'logits.npy', logits_BPV.numpy())
 
 
 if __name__ == '__main__':
