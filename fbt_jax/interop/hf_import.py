@@ -197,7 +197,9 @@ def _their_config(source: str, folder: Path, gguf_file: str) -> dict[str, Any]:
     return theirs
 
 
-def _open(source: str, folder: Path, gguf_file: str, scratch: Path, model: ModelConfig, length: int, dtype: str) -> _Opened:
+def _open(
+    source: str, folder: Path, gguf_file: str, scratch: Path, model: ModelConfig, length: int, dtype: str
+) -> _Opened:
     places_P = np.unique(np.linspace(0, length - 1, COMPARED_PLACES).astype(int))
     question = {
         'folder': str(folder),
