@@ -63,7 +63,7 @@ def decode(model: Any, params: Any, prompts: list[np.ndarray], *, passes: int, f
     }
     read = read_prompts(model, params, tokens, lengths, num_passes=passes, capacity=T)
     rows = jnp.arange(len(prompts))
-    state = begin(model, params, read, rows, rows < 0, max_tokens=T, **common)
+    state = begin(model, params, read, rows < 0, max_tokens=T, **common)
     return advance(model, params, state, until=jnp.int32(T - max(lengths)), feedback=feedback, **common)
 
 
@@ -247,6 +247,18 @@ def memory_over_paper(config: ModelConfig, *, rows: int, capacity: int, device: 
     return (used - memory.alias_size_in_bytes) / paper
 
 
+def test_prompts_are_read_into_the_cache_that_decoding_goes_on_with() -> None:
+    """No second one, nor a copy: rows of the same buffers."""
+    model = make_model()
+    params = make_params(model)
+    read = read_prompts(model, params, np.zeros((2, 4), np.int32), np.full(2, 4, np.int32), num_passes=1, capacity=T)
+    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(read.cache)]
+    common: dict[str, Any] = {'stop_ids': jnp.array([-1]), 'rows_B': jnp.arange(2), 'key': jax.random.key(0)}
+    done_B = jnp.zeros(2, bool)
+    state = begin(model, params, read, done_B, max_tokens=T, sampling=Sampling(), kind='greedy', **common)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.cache)] == before
+
+
 def test_a_step_needs_little_more_than_weights_and_cache() -> None:
     """On CPU, by the compiler."""
     shape: dict[str, Any] = {'width': 256, 'num_layers': 12, 'mlp_width': 1024, 'full_attention_every': 6}
@@ -258,6 +270,18 @@ def memory_of_a_tpu() -> float:
     device = devices_of('v5e:2x2', 1)[0]
     config = load_config_file(str(Path(__file__).parents[1] / 'configs/fbt_1b.py'), {}).model
     return memory_over_paper(for_platform(config, 'tpu'), rows=8, capacity=8192, device=device)
+
+
+def memory_of_a_gpu() -> float:
+    device = devices_of('h100:1', 1)[0]
+    config = load_config_file(str(Path(__file__).parents[1] / 'configs/fbt_1b.py'), {}).model
+    return memory_over_paper(for_platform(config, 'gpu'), rows=8, capacity=8192, device=device)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('jax_cuda13_plugin'), reason="needs '.[plan-gpu]'")
+def test_a_gpu_copies_no_more_than_one_layer_s_weights_at_once() -> None:
+    """As above for an h100: 1.11 where the weights of all layers of a turn could be sliced at once."""
+    assert 1 <= on_devices(memory_of_a_gpu, count=1) < 1.05
 
 
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='needs libtpu, to compile for TPU without one')

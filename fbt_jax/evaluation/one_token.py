@@ -112,7 +112,7 @@ def rollout_norms(model: Any, params: Any, prompts: Prompts, *, tokens: int, con
     }
     going_B = jnp.zeros(rows, bool)
     room = rounded(max(tokens, LEAST), context)
-    state = begin(model, params, read, jnp.arange(rows), going_B, max_tokens=room, **common)
+    state = begin(model, params, read, going_B, max_tokens=room, **common)
     norms = []
     for step in range(1, tokens + 1):
         norms.append(_rms(state.hidden_BD))

@@ -78,12 +78,18 @@ def read_prompts(
     return Read(cache, jnp.take_along_axis(hidden_BPD, last_B11, axis=1)[:, 0], lengths_B)
 
 
-@partial(jax.jit, static_argnames=('model', 'kind', 'max_tokens'))
+@jax.jit
+def spread(read: Read, prompt_B: jax.Array) -> Read:
+    """Rows that each go on from the prompt that `prompt_B` names, several from one perhaps."""
+    cache = jax.tree.map(lambda x: x[:, prompt_B], read.cache)
+    return Read(cache, constrain(read.hidden_BD[prompt_B], 'batch', None), read.lengths_B[prompt_B])
+
+
+@partial(jax.jit, static_argnames=('model', 'kind', 'max_tokens'), donate_argnames='read')
 def begin(
     model: Transformer,
     params: Any,
     read: Read,
-    prompt_B: jax.Array,
     done_B: jax.Array,
     *,
     stop_ids: jax.Array,
@@ -93,15 +99,13 @@ def begin(
     kind: str,
     max_tokens: int,
 ) -> Decoding:
-    """Chooses each row's first token. prompt_B: which of the prompts each row goes on from (B may be larger)."""
-    cache = jax.tree.map(lambda x: x[:, prompt_B], read.cache)
-    hidden_BD = constrain(read.hidden_BD[prompt_B], 'batch', None)
-    shape = (len(prompt_B), max_tokens)
+    """Chooses each row's first token. The cache of `read` becomes that of the result: there is only one."""
+    shape = (len(done_B), max_tokens)
     blank = Decoding(
-        cache,
-        hidden_BD,
+        read.cache,
+        read.hidden_BD,
         token_B=jnp.zeros(shape[0], jnp.int32),
-        position_B=read.lengths_B[prompt_B],
+        position_B=read.lengths_B,
         done_B=done_B,
         steps=jnp.int32(0),
         tokens_BN=jnp.zeros(shape, jnp.int32),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbt_jax.errors import UserError, require
-from fbt_jax.inference.decode import MODES, Decoding, advance, begin, cast, read_prompts
+from fbt_jax.inference.decode import MODES, Decoding, advance, begin, cast, read_prompts, spread
 from fbt_jax.inference.sampling import Sampling
 from fbt_jax.model.transformer import compute_dtype
 from fbt_jax.sharding import RULES, axis_size
@@ -136,7 +136,10 @@ def stream(
         'kind': 'greedy' if temperature == 0 else 'restricted' if top_k or top_p < 1 else 'free',
     }
     room = rounded(max(max_tokens, LEAST), context)
-    state = begin(run.model, params, read, jnp.asarray(prompt_B), jnp.asarray(~real_B), max_tokens=room, **common)
+    if num_samples > 1:
+        read = spread(read, jnp.asarray(prompt_B))
+    state = begin(run.model, params, read, jnp.asarray(~real_B), max_tokens=room, **common)
+    del read  # its cache is the state's
     texts = _Texts(run.tokenizer, count, eos, tuple(stop))
     while True:
         steps = int(state.steps)

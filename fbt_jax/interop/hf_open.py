@@ -11,6 +11,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 class InDouble(TorchFunctionMode):
     """float64 wherever code asks for float32, as models do for norms, angles and softmax whatever their weights."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def wide(x):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(x: Any) -> Any:
             return torch.float64 if x is torch.float32 else x
 
         func = torch.Tensor.double if func is torch.Tensor.float else func

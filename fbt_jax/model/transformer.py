@@ -292,6 +292,9 @@ class Transformer(nn.Module):
             out: list[Any] = []
             depths: list[Any] = []
             for i, cache in enumerate(caches):
+                # Or a GPU compiler slices the weights of a whole turn at once: 1.11 of weights and cache, and not 1.04
+                # (1B, 8 rows of 8192, compiled for an h100). Nothing changes on TPU and CPU.
+                x_BTD, number = jax.lax.optimization_barrier((x_BTD, number))
                 at = number * period + i
                 one = {'params': jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=at, keepdims=False), layers)}
                 windowed, part = c.layer_windows[i] > 0, Part(cache, number)

@@ -116,7 +116,7 @@ def _time_decoding(config: Config, setup: Setup, rounds: int) -> Decoding:
             return read_prompts(model, params, tokens_BP, lengths_B, num_passes=passes, capacity=prompt + new)
 
         def decode(feedback: bool) -> float:
-            state = begin(model, params, plain, index_B, index_B < 0, max_tokens=new, **options)
+            state = begin(model, params, read(1), index_B < 0, max_tokens=new, **options)
             jax.block_until_ready(state)
             begun = time.perf_counter()
             jax.block_until_ready(advance(model, params, state, until=jnp.int32(new), feedback=feedback, **options))
@@ -127,7 +127,6 @@ def _time_decoding(config: Config, setup: Setup, rounds: int) -> Decoding:
             jax.block_until_ready(read(passes))
             return time.perf_counter() - begun
 
-        plain = read(1)
         cases: dict[str, Any] = {'plain_prompt': lambda: timed(1), 'standard_step': lambda: decode(False)}
         if fed_back:
             cases |= {'fused_prompt': lambda: timed(2), 'soft_step': lambda: decode(True)}

@@ -49,7 +49,7 @@ def main() -> None:
 
     def steps(feedback: bool) -> float:
         rows = jnp.arange(args.rows)
-        state = begin(model, params, read, rows, rows < 0, max_tokens=args.tokens, **common)
+        state = begin(model, params, prompt(1), rows < 0, max_tokens=args.tokens, **common)
         jax.block_until_ready(state)
         start = time.perf_counter()
         jax.block_until_ready(advance(model, params, state, until=jnp.int32(args.tokens), feedback=feedback, **common))
@@ -60,7 +60,6 @@ def main() -> None:
         jax.block_until_ready(work())
         return time.perf_counter() - start
 
-    read = prompt(1)
     cases: dict[str, Callable[[], float]] = {
         'plain prompt': lambda: timed(lambda: prompt(1)),
         'fused prompt': lambda: timed(lambda: prompt(2)),
@@ -81,7 +80,7 @@ def main() -> None:
         print(f'{over} / {under}: {ratio:.3f}')
 
     rows = jnp.arange(args.rows)
-    state = jax.eval_shape(lambda: begin(model, params, read, rows, rows < 0, max_tokens=args.tokens, **common))
+    state = jax.eval_shape(lambda: begin(model, params, prompt(1), rows < 0, max_tokens=args.tokens, **common))
     compiled = advance.lower(model, params, state, until=jnp.int32(1), feedback=True, **common).compile()
     memory = compiled.memory_analysis()
     itemsize = compute_dtype(model.config).itemsize

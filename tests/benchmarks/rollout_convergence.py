@@ -52,7 +52,7 @@ def decode_softly(model: Transformer, params: Any, prompts_BP: np.ndarray, *, to
         'kind': 'free',
     }
     read = read_prompts(model, params, prompts_BP, np.full(rows, prompt, np.int32), num_passes=1, capacity=capacity)
-    state = begin(model, params, read, rows_B, rows_B < 0, max_tokens=tokens, **common)
+    state = begin(model, params, read, rows_B < 0, max_tokens=tokens, **common)
     hidden = []
     for until in range(2, tokens + 1):  # one step at a time, for the state of each
         state = advance(model, params, state, until=jnp.int32(until), feedback=True, **common)
