@@ -176,7 +176,9 @@ def test_files_may_be_of_other_kinds(tmp_path: Path, manager: TaskManager) -> No
 
 
 def evaluate(run: Any, names: list[str], asked: Settings, out: Path, made_by: dict[str, Any]) -> dict[str, Any]:
-    return harness_tasks.evaluate_harness(run, plan_harness(names, asked), asked, out, made_by)
+    plan = plan_harness(names, asked)
+    harness_tasks.note_harness(plan, asked, out, made_by)
+    return harness_tasks.evaluate_harness(run, plan, asked, out)
 
 
 class Lengths(LM):

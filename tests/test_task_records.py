@@ -27,8 +27,12 @@ def test_a_torn_line_is_cut_off_and_a_wrong_one_told(tmp_path: Path) -> None:
 
 
 def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
+    """From records, that is: where there are none, nothing depends on the settings."""
+    require_settings(tmp_path, 'made', {'step': 0, 'shots': 5}, fused_passes=2)
     require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=None)
+    Records(tmp_path, 'made', 'standard').write([])
     require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=3)
+    Records(tmp_path, 'made', 'fused', 0.5).write([])
     require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=None)
     with pytest.raises(UserError, match=r'made otherwise: step was 1, now 2\. Use another --out'):
         require_settings(tmp_path, 'made', {'step': 2, 'shots': None}, fused_passes=3)
@@ -40,6 +44,7 @@ def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
 def test_damaged_settings_are_told(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / 'made.json'
     path.mkdir() if content is None else path.write_text(content)
+    Records(tmp_path, 'made', 'standard').write([])
     with pytest.raises(UserError, match=r'made\.json: is damaged'):
         require_settings(tmp_path, 'made', {'step': 1}, fused_passes=None)
 

@@ -26,7 +26,7 @@ from fbt_jax.evaluation.sandbox import require_sandbox
 from fbt_jax.evaluation.task_items import TASKS, read_items
 from fbt_jax.inference.generate import Generations, generate
 from fbt_jax.interop import generative_tasks, tasks
-from fbt_jax.interop.generative_tasks import evaluate_generative
+from fbt_jax.interop.generative_tasks import evaluate_generative, note_generative, plan_generative
 from fbt_jax.interop.task_settings import Settings, check
 from fbt_jax.interop.task_tables import task_lines
 
@@ -75,11 +75,17 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+def evaluate_mbpp(run: Any, asked: Settings, out: Path, made_by: dict[str, Any]) -> dict[str, Any]:
+    planned = plan_generative(run, 'mbpp', asked)
+    note_generative(planned, asked, out, made_by)
+    return evaluate_generative(run, planned, asked, out)
+
+
 def test_a_task_in_three_modes(files: str, tmp_path: Path, no_programs: None, no_model: list[int]) -> None:
     """A second call does nothing more, and no batch size changes anything."""
     run = make_run(seq_len=256)
     asked = settings(files, samples=2, temperatures=(0.5,))
-    figures = evaluate_generative(run, 'mbpp', asked, tmp_path, {'step': 7})
+    figures = evaluate_mbpp(run, asked, tmp_path, {'step': 7})
     assert no_model == [8, 4] * 3
     records = records_in(tmp_path)
     assert len(records) == 3 * len(BASICS) * 2
@@ -91,13 +97,13 @@ def test_a_task_in_three_modes(files: str, tmp_path: Path, no_programs: None, no
         assert figures['scores'][mode]['0.5']['pass']['1']['value'] == pytest.approx(share)
         assert figures['scores'][mode]['0.5']['mean_tokens'] == np.mean([r['tokens'] for r in own])
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert evaluate_generative(run, 'mbpp', asked, tmp_path, {'step': 7}) == figures
+    assert evaluate_mbpp(run, asked, tmp_path, {'step': 7}) == figures
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     with pytest.raises(UserError, match='step was 7, now 8'):
-        evaluate_generative(run, 'mbpp', asked, tmp_path, {'step': 8})
+        evaluate_mbpp(run, asked, tmp_path, {'step': 8})
     other = tmp_path / 'other'
     other.mkdir()
-    assert evaluate_generative(run, 'mbpp', asked._replace(batch_size=3), other, {'step': 7}) == figures
+    assert evaluate_mbpp(run, asked._replace(batch_size=3), other, {'step': 7}) == figures
     assert records_in(other) == records
     lines = task_lines({'workdir': 'runs/x', 'step': 7, 'out': 'o', 'tasks': {'mbpp': figures}})
     assert all('McNemar p of first samples = ' in line for line in lines if 'McNemar' in line)
@@ -110,7 +116,7 @@ def test_records_are_what_generate_gives(files: str, tmp_path: Path, no_programs
     run = make_run(seq_len=256)
     run.params['embedding'] = run.params['embedding'] * 3
     asked = settings(files, samples=2, temperatures=(0.5,))
-    evaluate_generative(run, 'mbpp', asked, tmp_path, {})
+    evaluate_mbpp(run, asked, tmp_path, {})
     records = records_in(tmp_path)
     item = read_items('mbpp', files, 0).items[1]
     for mode, sample in itertools.product(('standard', 'soft', 'fused'), (0, 1)):
@@ -123,18 +129,18 @@ def test_records_are_what_generate_gives(files: str, tmp_path: Path, no_programs
     assert len({r['output'] for r in records.values()}) > 2 * len(BASICS)
     other = tmp_path / 'other'
     other.mkdir()
-    evaluate_generative(run, 'mbpp', asked._replace(batch_size=3), other, {})
+    evaluate_mbpp(run, asked._replace(batch_size=3), other, {})
     assert records_in(other) == records
 
 
 def test_what_is_there_is_not_done_again(files: str, tmp_path: Path, no_programs: None, no_model: list[int]) -> None:
     run = make_run(seq_len=256)
     asked = settings(files, modes=('standard',))
-    evaluate_generative(run, 'mbpp', asked._replace(limit=2), tmp_path, {})
+    evaluate_mbpp(run, asked._replace(limit=2), tmp_path, {})
     path = tmp_path / 'mbpp-standard.jsonl'
     kept = [json.loads(line) | {'output': 'kept', 'verdict': 'correct'} for line in path.open()]
     path.write_text(''.join(json.dumps(r) + '\n' for r in kept) + '{"torn')
-    figures = evaluate_generative(run, 'mbpp', asked, tmp_path, {})
+    figures = evaluate_mbpp(run, asked, tmp_path, {})
     records = records_in(tmp_path)
     assert len(records) == figures['items'] == len(BASICS)
     assert sorted(r['item'] for r in records.values() if r['output'] == 'kept') == sorted(r['item'] for r in kept)
@@ -148,12 +154,12 @@ def test_items_that_do_not_fit_count_as_wrong(
     (tmp_path / 'mbpp').mkdir()
     write_jsonl(tmp_path / 'mbpp' / 'test.jsonl', rows)
     run = make_run(seq_len=longest + 1 + 6)
-    figures = evaluate_generative(run, 'mbpp', settings(str(tmp_path), modes=('standard',)), tmp_path, {})
+    figures = evaluate_mbpp(run, settings(str(tmp_path), modes=('standard',)), tmp_path, {})
     assert (figures['items'], figures['too_long']) == (len(BASICS) + 1, 1)
     right = sum(r['verdict'] == 'correct' for r in records_in(tmp_path).values())
     assert figures['scores']['standard']['0']['pass']['1']['value'] == pytest.approx(right / (len(BASICS) + 1))
     with pytest.raises(UserError, match='are more than the trained context of 64'):
-        evaluate_generative(make_run(seq_len=64), 'mbpp', settings(files), tmp_path, {})
+        evaluate_mbpp(make_run(seq_len=64), settings(files), tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -244,6 +250,27 @@ def test_what_is_refused_leaves_no_folder(
     monkeypatch.setattr(tasks, 'load_run', lambda *args: make_run(seq_len=256))
     tasks.evaluate_tasks('nowhere', given)
     assert (tmp_path / 'a' / 'b' / 'mbpp-standard.jsonl').exists()
+
+
+def test_all_tasks_are_looked_at_before_the_first_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_programs: None, no_model: list[int]
+) -> None:
+    """The second's prompts are too long, or it has records of another step."""
+    for name, rows in (('mbpp', BASICS), ('gsm8k', [HATS[0] | {'question': 'x' * 300}])):
+        (tmp_path / 'files' / name).mkdir(parents=True)
+        write_jsonl(tmp_path / 'files' / name / 'test.jsonl', rows)
+    monkeypatch.setattr(generative_tasks, 'require_math_verify', lambda: None)
+    given = settings(str(tmp_path / 'files'), tasks=('mbpp', 'gsm8k'), shots=0, out=str(tmp_path / 'out'))
+    monkeypatch.setattr(tasks, 'load_run', lambda *args: make_run(seq_len=256))
+    with pytest.raises(UserError, match='gsm8k: its shortest prompt'):
+        tasks.evaluate_tasks('nowhere', given)
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / 'gsm8k.json').write_text('{"step": 3}')
+    (tmp_path / 'out' / 'gsm8k-soft.jsonl').write_text('')
+    monkeypatch.setattr(tasks, 'load_run', lambda *args: make_run(seq_len=1024))
+    with pytest.raises(UserError, match='holds records of gsm8k made otherwise'):
+        tasks.evaluate_tasks('nowhere', given)
+    assert no_model == []
 
 
 # The command

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from fbt_jax.errors import UserError
 from fbt_jax.evaluation.answers import require_math_verify
 from fbt_jax.evaluation.sandbox import end_all, require_sandbox
-from fbt_jax.evaluation.task_items import TASKS, Item, Task, Verdict, read_items
+from fbt_jax.evaluation.task_items import TASKS, Item, Items, Task, Verdict, read_items
 from fbt_jax.evaluation.task_scores import generative_scores
 from fbt_jax.inference.decode import cast
 from fbt_jax.inference.generate import MOST_PROMPTS, generate
@@ -43,27 +43,45 @@ class Asked(NamedTuple):
     ids: list[int]  # of the prompt
 
 
-def evaluate_generative(run: Run, name: str, settings: Settings, out: Path, made_by: dict[str, Any]) -> dict[str, Any]:
-    """Does what is missing of task `name` and returns its scores; {} on all processes but the first."""
+class Planned(NamedTuple):
+    """A task of which all has been looked at that can be before it takes long."""
+
+    name: str
+    read: Items
+    names: list[str]  # of the items that count
+    asked: list[Asked]
+    max_tokens: int
+
+
+def plan_generative(run: Run, name: str, settings: Settings) -> Planned:
+    """UserError where no prompt fits or nothing can judge the answers."""
     task, read = TASKS[name], read_items(name, settings.files, settings.shots)
     max_tokens = settings.max_tokens or task.max_tokens
     items = read.items[: settings.limit]
     asked = _fitting(run, name, items, max_tokens, settings.samples)
 
-    def prepare() -> None:
-        require_sandbox() if task.runs_programs else require_math_verify()
-        own: dict[str, Any] = {'max_tokens': max_tokens, 'seed': settings.seed, 'shots': read.shots}
-        own |= {'items': hashlib.sha256(repr(read.items).encode()).hexdigest()[:16]}
-        require_settings(out, name, made_by | own, fused_passes=settings.noted_fused_passes)
+    processes.on_primary(require_sandbox if task.runs_programs else require_math_verify)
+    return Planned(name, read, [item.name for item in items], asked, max_tokens)
 
-    processes.on_primary(prepare)
+
+def note_generative(planned: Planned, settings: Settings, out: Path, made_by: dict[str, Any]) -> None:
+    """UserError where there are records of the task made otherwise."""
+    read = planned.read
+    own: dict[str, Any] = {'max_tokens': planned.max_tokens, 'seed': settings.seed, 'shots': read.shots}
+    own |= {'items': hashlib.sha256(repr(read.items).encode()).hexdigest()[:16]}
+    require_settings(out, planned.name, made_by | own, fused_passes=settings.noted_fused_passes)
+
+
+def evaluate_generative(run: Run, planned: Planned, settings: Settings, out: Path) -> dict[str, Any]:
+    """Does what is missing of a task and returns its scores; {} on all processes but the first."""
+    name, read, names, asked, max_tokens = planned
     run, mesh = spread(run, split_rows=False)
     found: dict[str, dict[float, list[dict[str, Any]]]] = {}
     with jax.set_mesh(mesh):
         run = run._replace(params=cast(run.params, dtype=compute_dtype(run.model.config)))
         for mode, temperature in itertools.product(settings.modes or (), settings.temperatures):
             options = {'mode': mode, 'temperature': temperature, 'max_tokens': max_tokens, 'seed': settings.seed}
-            options |= {'fused_passes': settings.fused_passes or 1, 'stop': task.stop}
+            options |= {'fused_passes': settings.fused_passes or 1, 'stop': TASKS[name].stop}
             records = Records(out, name, mode, temperature or None)
             _do_missing(run, name, asked, options, records, settings.batch_size)
             if processes.is_primary():
@@ -72,9 +90,9 @@ def evaluate_generative(run: Run, name: str, settings: Settings, out: Path, made
                 found.setdefault(mode, {})[temperature] = chosen
     if not processes.is_primary():
         return {}
-    about = {'source': read.source, 'shots': read.shots, 'items': len(items), 'samples': settings.samples}
-    about |= {'too_long': len(items) - len(asked) // settings.samples, 'max_tokens': max_tokens}
-    return about | generative_scores(found, [item.name for item in items], settings.samples)
+    about = {'source': read.source, 'shots': read.shots, 'items': len(names), 'samples': settings.samples}
+    about |= {'too_long': len(names) - len(asked) // settings.samples, 'max_tokens': max_tokens}
+    return about | generative_scores(found, names, settings.samples)
 
 
 def _fitting(run: Run, name: str, items: Sequence[Item], max_tokens: int, samples: int) -> list[Asked]:

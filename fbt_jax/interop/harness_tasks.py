@@ -50,13 +50,14 @@ class Plan(NamedTuple):
     manager: Any  # the harness's, of its tasks
     members: dict[str, list[str]]  # the tasks that each name stands for
     files: dict[str, Local | None]  # by task
+    loaded: dict[str, Any]  # the harness's objects by task, until it is done
 
 
 def plan_harness(names: list[str], settings: Settings) -> Plan:
     """Finds all that is asked for, before anything is done.
 
     Raises:
-      UserError: the harness has no such task, or there are no files of it in the folder.
+      UserError: the harness has no such task, there are no files of it in the folder, or they are not what it takes.
     """
     from lm_eval.tasks import TaskManager
 
@@ -67,14 +68,24 @@ def plan_harness(names: list[str], settings: Settings) -> Plan:
         own = settings.files is not None and _within(settings.files, manager.task_index[leaf].yaml_path)
         if local is None and settings.files is not None and not own:
             raise UserError(f'--task-files={settings.files}: no {leaf}/validation.jsonl or {leaf}/test.jsonl there')
-    return Plan(manager, members, files)
+    loaded = {leaf: load_task(manager, leaf, local) for leaf, local in files.items()}
+    for leaf, task in loaded.items():
+        _require_examples(task, leaf, settings.shots or 0)
+    return Plan(manager, members, files, loaded)
 
 
-def evaluate_harness(run: Run, plan: Plan, settings: Settings, out: Path, made_by: dict[str, Any]) -> dict[str, Any]:
+def note_harness(plan: Plan, settings: Settings, out: Path, made_by: dict[str, Any]) -> None:
+    """UserError where there are records of a task made otherwise."""
+    for leaf, files in plan.files.items():
+        own = {'shots': settings.shots, 'limit': settings.limit, 'files': None if files is None else _digest(files)}
+        require_settings(out, leaf, made_by | own, fused_passes=settings.noted_fused_passes)
+
+
+def evaluate_harness(run: Run, plan: Plan, settings: Settings, out: Path) -> dict[str, Any]:
     """Does what is missing of the plan's tasks, and returns their scores; {} on all processes but 0."""
     models: dict[str, FbtLM] = {}
     for leaf in plan.files:
-        _evaluate_leaf(run, plan, leaf, settings, out, made_by, models)
+        _evaluate_leaf(run, plan, leaf, settings, out, models)
     if not processes.is_primary():
         return {}
     found: dict[str, Any] = {}
@@ -90,34 +101,17 @@ def evaluate_harness(run: Run, plan: Plan, settings: Settings, out: Path, made_b
     return found
 
 
-def _evaluate_leaf(
-    run: Run,
-    plan: Plan,
-    leaf: str,
-    settings: Settings,
-    out: Path,
-    made_by: dict[str, Any],
-    models: dict[str, FbtLM],
-) -> None:
+def _evaluate_leaf(run: Run, plan: Plan, leaf: str, settings: Settings, out: Path, models: dict[str, FbtLM]) -> None:
     """Records of one task in all modes; one that is there already is not done again."""
     from lm_eval import simple_evaluate
 
-    files = plan.files[leaf]
-    if settings.shots:
-        _require_examples(load_task(plan.manager, leaf, files), leaf, settings.shots)
-
-    def prepare() -> None:
-        own = {'shots': settings.shots, 'limit': settings.limit, 'files': None if files is None else _digest(files)}
-        require_settings(out, leaf, made_by | own, fused_passes=settings.noted_fused_passes)
-
-    processes.on_primary(prepare)
+    task = plan.loaded.pop(leaf)
     records = {mode: Records(out, leaf, mode) for mode in settings.modes or ()}
     done = [mode for mode in records if processes.is_primary() and records[mode].read()]
     for mode in json.loads(processes.from_primary(json.dumps([mode for mode in records if mode not in done]))):
         if mode not in models:
             fused_passes = settings.fused_passes if mode == 'fused' else None
             models[mode] = FbtLM(run, mode=mode, batch_size=settings.batch_size, fused_passes=fused_passes)
-        task = load_task(plan.manager, leaf, files)
         results = simple_evaluate(
             model=models[mode],
             tasks=[task],
@@ -132,6 +126,8 @@ def _evaluate_leaf(
 
 
 def _require_examples(task: Any, leaf: str, shots: int) -> None:
+    if not shots:
+        return
     examples = task.fewshot_docs()
     found = len(examples)
     if found and examples[0] == task.eval_docs[0]:

@@ -66,14 +66,14 @@ def require_settings(out: Path, task: str, settings: dict[str, Any], *, fused_pa
     Raises:
       UserError: there are records made with other settings (names them).
     """
-    _require(out / f'{task}.json', task, settings)
+    _require(out / f'{task}.json', f'{task}-*', task, settings)
     if fused_passes is not None:
-        _require(out / f'{task}-fused.json', f'{task} in mode fused', {'fused_passes': fused_passes})
+        _require(out / f'{task}-fused.json', f'{task}-fused*', f'{task} in mode fused', {'fused_passes': fused_passes})
 
 
-def _require(path: Path, what: str, settings: dict[str, Any]) -> None:
+def _require(path: Path, records: str, what: str, settings: dict[str, Any]) -> None:
     settings = json.loads(json.dumps(settings))
-    if not path.exists():
+    if not (any(path.parent.glob(f'{records}.jsonl')) or path.is_dir()):
         replace(path, json.dumps(settings, indent=2) + '\n')
         return
     try:

@@ -17,7 +17,7 @@ from fbt_jax.errors import UserError
 from fbt_jax.evaluation.task_items import TASKS, read_items
 from fbt_jax.files import held
 from fbt_jax.inference.decode import MODES
-from fbt_jax.interop.generative_tasks import evaluate_generative
+from fbt_jax.interop.generative_tasks import evaluate_generative, note_generative, plan_generative
 from fbt_jax.interop.task_settings import Settings, check
 from fbt_jax.training import processes
 from fbt_jax.training.run_folder import Run, load_run
@@ -50,11 +50,20 @@ def evaluate_tasks(workdir: str, settings: Settings) -> dict[str, Any]:
     out = Path(settings.out or Path(workdir) / 'tasks' / f'step{run.step}')
     made_by = {'step': run.step, 'weights': _fingerprint(run)}
     figures: dict[str, Any] = {'workdir': workdir, 'step': run.step, 'out': str(out), 'tasks': {}}
-    with _own_folder(out) if processes.is_primary() else nullcontext():
-        for name in settings.generative:
-            figures['tasks'][name] = evaluate_generative(run, name, settings, out, made_by)
+    generative = [plan_generative(run, name, settings) for name in settings.generative]
+
+    def note() -> None:
+        for planned in generative:
+            note_generative(planned, settings, out, made_by)
         if plan:
-            figures['tasks'] |= _harness().evaluate_harness(run, plan, settings, out, made_by)
+            _harness().note_harness(plan, settings, out, made_by)
+
+    with _own_folder(out) if processes.is_primary() else nullcontext():
+        processes.on_primary(note)
+        for planned in generative:
+            figures['tasks'][planned.name] = evaluate_generative(run, planned, settings, out)
+        if plan:
+            figures['tasks'] |= _harness().evaluate_harness(run, plan, settings, out)
     return figures
 
 
