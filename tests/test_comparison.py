@@ -100,6 +100,7 @@ def test_the_factor_of_a_known_power_law(tmp_path: Path, baseline: str) -> None:
         assert values == pytest.approx([factor, factor / 2, factor / costs], rel=1e-5)
         assert all(by_axis.value.sign == '' and by_axis.low is None for by_axis in found.factor_A)
     assert any(f'no interval, for there is but one seed of {baseline} and of {run}' in note for note in result.notes)
+    assert any('has not decayed' in note for note in result.notes)
 
 
 def test_nothing_is_extrapolated(tmp_path: Path, baseline: str) -> None:
@@ -107,6 +108,7 @@ def test_nothing_is_extrapolated(tmp_path: Path, baseline: str) -> None:
     worse = make_run(tmp_path / 'worse', steps=20, loss=lambda n: [9.0], model__mlp_width=32)
     result = compare([baseline, better, worse])
     assert [of_run[0].factor_A[0].value for of_run in result.factors] == [Bound(2.0, '>'), Bound(0.05, '<')]
+    assert not any('has not decayed' in note for note in result.notes)  # no factor was read on the way
 
 
 def test_where_a_curve_first_reaches_a_loss() -> None:
@@ -188,6 +190,11 @@ def test_runs_that_differ_in_their_seed_are_one_group(tmp_path: Path) -> None:
     assert [group.workdirs for group in result.groups] == [(a0, a1), (b0, b1)]
     assert result.groups[0].loss_SKN[:, 0, -1].mean() == pytest.approx(power_law(20_000) + 0.1, rel=1e-6)
     assert any('95% intervals, bootstrap over pairs of the same seed' in note for note in result.notes)
+    told = ': 4 of 5 evaluations lie between two train rows, interpolated'
+    c0, c1 = (
+        make_run(tmp_path / f'c{s}', steps=20, loss=lambda n: [3.0], seed=s, log_every=10, eval_every=4) for s in (0, 1)
+    )
+    assert f'{c0}, {c1}{told}' in compare([c0, c1]).notes
     assert compare([a0, a1]).factors == []
     with pytest.raises(UserError, match='are the same run twice: one config, seed 0'):
         compare([a0, b0, a0])

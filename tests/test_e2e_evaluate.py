@@ -72,18 +72,45 @@ def test_evaluate_against_a_run_on_the_same_documents(
     assert (entry['difference'], entry['interval']) == (0, [0, 0])
 
 
+def test_the_recurrence_against_other_runs(
+    capsys: pytest.CaptureFixture[str], config: Path, run: Path, tmp_path: Path
+) -> None:
+    """It is as many passes as a row has positions, 12, also in its difference from a run without feedback."""
+    fed, path = tmp_path / 'fed', f'--json={tmp_path}/figures.json'
+    train(config, fed, '--config.training.steps=2')
+    evaluate(capsys, fed, '--rows=16', '--passes=1,12', '--soft', f'--against={run}', path)
+    found = json.loads((tmp_path / 'figures.json').read_text())['against']['passes']
+    assert [(name, entry['other_passes']) for name, entry in found.items()] == [('1', 1), ('12', 1), ('soft', 1)]
+    assert found['soft']['difference'] == pytest.approx(found['12']['difference'], abs=1e-5)
+    assert abs(found['soft']['difference'] - found['1']['difference']) > 1e-4
+    evaluate(capsys, fed, '--rows=16', '--passes=2', '--soft', f'--against={fed}', path)
+    found = json.loads((tmp_path / 'figures.json').read_text())['against']['passes']
+    assert found['soft'] == {'other_passes': 'soft', 'difference': 0, 'interval': [0, 0]}
+
+
 def test_evaluate_refuses_the_recurrence_without_feedback(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', '--soft')
     assert line == f'--soft: {run} was trained without feedback'
 
 
-def test_evaluate_refuses_other_documents(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+def test_evaluate_refuses_other_documents(
+    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = shutil.copytree(run, tmp_path / 'other')
     record = json.loads((other / 'config.json').read_text())
     record['config']['seed'] = 4
     (other / 'config.json').write_text(json.dumps(record))
     line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', f'--against={other}')
     assert line == f'{other} cannot be compared with {run}: its rows are drawn with another seed'
+    record['data']['validation']['documents'] = 5
+    (other / 'config.json').write_text(json.dumps(record))
+    monkeypatch.setattr('fbt_jax.training.scoring.load_run', lambda *_: pytest.fail('took long'))
+    line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', f'--against={other}')
+    assert line == f'{other} cannot be compared with {run}: its validation documents are others, 5 instead of None'
+    record['data']['validation-more'] = {'fingerprint': 'x'}
+    (other / 'config.json').write_text(json.dumps(record))
+    line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', f'--against={other}')
+    assert line.endswith(': validation sets validation, validation-more instead of validation')
     line = refused(capsys, 'evaluate', f'--workdir={run}', '--rows=8', f'--against={tmp_path}/none')
     assert line.endswith('none: no run here (no config.json)')
 

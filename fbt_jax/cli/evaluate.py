@@ -118,12 +118,11 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
     from fbt_jax.evaluation.per_pass import together
     from fbt_jax.training import summary
     from fbt_jax.training.processes import is_primary
-    from fbt_jax.training.run_folder import read_config
-    from fbt_jax.training.scoring import run_difference, score
+    from fbt_jax.training.scoring import require_same_sets, run_difference, score
 
     rows_logged = _metric_rows(args.workdir) if args.plot else []
     if args.against is not None:
-        read_config(args.against)  # before anything takes long
+        require_same_sets(args.workdir, args.against)
     scored = score(args.workdir, args.step, passes, rows=args.rows, soft=args.soft)
     difference = None
     if args.against is not None:

@@ -17,7 +17,7 @@ from fbt_jax.config import Config, flat_keys
 from fbt_jax.errors import UserError
 from fbt_jax.training.flops import train_flops
 from fbt_jax.training.metrics import Row, read_rows
-from fbt_jax.training.run_folder import FREE_KEYS, PATH_KEYS, data_fingerprint, data_record, read_config
+from fbt_jax.training.run_folder import FREE_KEYS, PATH_KEYS, data_fingerprint, held_out, read_config
 
 AXES = ('tokens', 'token_passes', 'flops')
 NATS, BITS = 'nats per token', 'bits per byte'
@@ -99,17 +99,21 @@ def compare(workdirs: Sequence[str]) -> Comparison:
     unit, notes = _common_unit(workdirs)
     curves = [read_curve(workdir, unit) for workdir in workdirs]
     groups = _grouped(curves)
+    of_curves: dict[str, list[str]] = {}  # what is said of several, once
     for curve in curves:
-        notes += curve.notes
+        for note in curve.notes:
+            of_curves.setdefault(note.removeprefix(curve.workdir), []).append(curve.workdir)
+    notes += [', '.join(workdirs) + text for text, workdirs in of_curves.items()]
     notes += [_interval_note(groups[0], group) for group in groups[1:]]
     if len(groups) == 1:
         notes.append('no factor: all runs are the baseline, with another seed')
-    elif curves[0].config.optimizer.decay_fraction > 0:
+    found = [factors(group, groups[0]) for group in groups[1:]]
+    read = [not factor.value.sign for of_passes in found for entry in of_passes for factor in entry.factor_A]
+    if any(read) and curves[0].config.optimizer.decay_fraction > 0:
         notes.append(
             "before its end the baseline's learning rate has not decayed: a baseline trained for just as long as its "
             'curve takes to reach the loss would be better, so a factor read there may be too large'
         )
-    found = [factors(group, groups[0]) for group in groups[1:]]
     for group, of_passes in zip(groups[1:], found, strict=True):
         missing = set(range(1, group.loss_SKN.shape[1] + 1)) - {entry.passes for entry in of_passes}
         if missing:
@@ -300,15 +304,15 @@ def _group(runs: Sequence[Curve]) -> Group:
 def _common_unit(workdirs: Sequence[str]) -> tuple[str, list[str]]:
     """Nats per token where all runs held out the same tokens, bits per byte where it is the same text; and notes."""
     first, unit, notes = workdirs[0], NATS, []
-    config, held_out = read_config(first), _held_out(first)
+    config, ours = read_config(first), held_out(first)
     for workdir in workdirs[1:]:
-        other, others = read_config(workdir), _held_out(workdir)
+        other, theirs = read_config(workdir), held_out(workdir)
         if other.training.eval_rows != config.training.eval_rows:
             rows = f'training.eval_rows = {config.training.eval_rows} and {other.training.eval_rows}'
             raise UserError(f'{first} and {workdir} were evaluated on different validation rows: {rows}')
-        same_tokens = _fingerprints(others) == _fingerprints(held_out)
+        same_tokens = _fingerprints(theirs) == _fingerprints(ours)
         if not same_tokens:
-            if {n: _text(e) for n, e in others.items()} != {n: _text(e) for n, e in held_out.items()}:
+            if {n: _text(e) for n, e in theirs.items()} != {n: _text(e) for n, e in ours.items()}:
                 raise UserError(f'{first} and {workdir} have different validation data (config.json, data)')
             unit = BITS
             notes.append(f'{workdir} has another tokenizer than {first}: losses in bits per byte, tokens are its own')
@@ -318,10 +322,6 @@ def _common_unit(workdirs: Sequence[str]) -> tuple[str, list[str]]:
                 f'{workdir} read {config.training.eval_rows} other rows than {first} of the same held-out text'
             )
     return unit, notes
-
-
-def _held_out(workdir: str) -> dict[str, Any]:
-    return {name: entry for name, entry in data_record(workdir).items() if name.split('-')[0] == 'validation'}
 
 
 def _fingerprints(held_out: dict[str, Any]) -> dict[str, str]:

@@ -48,7 +48,7 @@ from fbt_jax.training.run_folder import (
     require_data,
     spread,
 )
-from fbt_jax.training.scoring import Scored, run_difference, same_tokenizer, score
+from fbt_jax.training.scoring import Scored, require_same_sets, run_difference, same_tokenizer, score
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 24, 80
 TEMPERATURE = 0.8
@@ -277,6 +277,7 @@ def _tokens(workdir: str, trained: Run | None) -> list[Block]:
 def difference_from(asked: Asked, scored: Scored) -> list[Block]:
     """From the other run, on the same documents."""
     assert asked.against is not None
+    require_same_sets(asked.workdir, asked.against)
     other = score(asked.against, None, scored.passes, rows=asked.rows, or_one=True)
     try:
         difference = run_difference(scored, other)

@@ -127,6 +127,11 @@ def data_record(workdir: str) -> dict[str, Any]:
     return read_record(workdir)['data']
 
 
+def held_out(workdir: str) -> dict[str, Any]:
+    """What `data_record` says of each validation set."""
+    return {name: entry for name, entry in data_record(workdir).items() if name.split('-')[0] == 'validation'}
+
+
 def require_data(workdir: str, data: Data) -> None:
     """Raises UserError unless the run in `workdir` began with these documents, and this tokenizer."""
     began = data_record(workdir)

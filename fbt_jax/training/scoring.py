@@ -19,7 +19,7 @@ from fbt_jax.evaluation.intervals import ends_of, ratios
 from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step, places, together
 from fbt_jax.sharding import batch_shards
 from fbt_jax.training.loop import validation_batches
-from fbt_jax.training.run_folder import Run, data_folder, load_run, require_data, spread
+from fbt_jax.training.run_folder import Run, data_folder, held_out, load_run, require_data, spread
 
 CHECKED_PASSES = 3  # for causality: in the third, feedback reaches what attention and one state back don't
 
@@ -84,11 +84,20 @@ def score(
     return Scored(workdir, trained, data, passes, by_set, checked, soft)
 
 
+def require_same_sets(one: str, other: str) -> None:
+    """UserError where config.json of the two runs tells of other validation sets: before anything takes long."""
+    ours, theirs = ({name: entry.get('documents') for name, entry in held_out(x).items()} for x in (one, other))
+    told = f'{other} cannot be compared with {one}'
+    if ours.keys() != theirs.keys():
+        raise UserError(f'{told}: validation sets {", ".join(theirs)} instead of {", ".join(ours)}')
+    for name, count in ours.items():
+        if theirs[name] != count:
+            raise UserError(f'{told}: its {name} documents are others, {theirs[name]} instead of {count}')
+
+
 def require_comparable(one: Scored, other: Scored) -> None:
     """UserError unless both have read the same documents: by fingerprint, or by bytes where tokenizers differ."""
     told = f'{other.workdir} cannot be compared with {one.workdir}'
-    if one.by_set.keys() != other.by_set.keys():
-        raise UserError(f'{told}: validation sets {", ".join(other.by_set)} instead of {", ".join(one.by_set)}')
     if one.data.tokenizer is None and one.run.config.seed != other.run.config.seed:
         raise UserError(f'{told}: its rows are drawn with another seed')
     same = same_tokenizer(one, other)
