@@ -92,6 +92,16 @@ def test_the_installed_command_is_the_module() -> None:
 # Mistakes that cost nothing
 
 
+def test_the_harness_s_command_without_the_harness() -> None:
+    """As where the extra is not installed."""
+    code = "import runpy, sys; sys.modules['lm_eval'] = None; runpy.run_module({!r}, run_name={!r})"
+    module = 'fbt_jax.interop.lm_eval_model'
+    result = python(code.format(module, '__main__'))
+    assert result.returncode == 2
+    assert re.fullmatch(r"fbt: [^\n]+ is an extra: pip install 'fbt-jax\[lm-eval\]'\n", result.stderr)
+    assert 'ImportError: ' in python(code.format(module, module)).stderr
+
+
 @pytest.mark.parametrize(
     ('arguments', 'told'),
     [

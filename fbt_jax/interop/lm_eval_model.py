@@ -42,7 +42,11 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs
     from tqdm import tqdm
 except ImportError as error:
-    raise ImportError(f"{error}; lm-evaluation-harness is an extra: pip install 'fbt-jax[lm-eval]'") from None
+    told = f"{error}; lm-evaluation-harness is an extra: pip install 'fbt-jax[lm-eval]'"
+    if __name__ == '__main__':
+        print(f'fbt: {told}', file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(told) from None
 
 LOG = logging.getLogger('lm_eval.fbt')  # below the logger that the harness sets up
 MAX_GEN_TOKS = 256  # the harness's own default
