@@ -9,7 +9,8 @@ r"""Texts to train a model on what `fbt diagnose --probes` asks of it: the three
         --config.training.steps=1200 --config.training.eval_every=300
     fbt diagnose --workdir=runs/probing --probes --plot=probes.png
 
-Only answers count in the loss. Texts are drawn freely, not in the probes' groups and pairs, and have up to 32 fillers.
+Only answers count in the loss. Texts are drawn freely, not in the probes' groups and pairs, and have up to 30 fillers.
+With `--fillers=256` and `--config.data.seq_len=1024 --config.data.batch_size=8`, those of the paper's longest settings.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 from fbt_jax.evaluation.probe_tasks import LETTERS
 
 MOST_WRITES = 16
+FILLERS = (0, 1, 2, 4, 8, 8, 16, 32, 64, 128, 256)
 
 
 def fillers(rng: random.Random, count: int) -> str:
@@ -30,9 +32,9 @@ def name(rng: random.Random) -> str:
     return rng.choice(LETTERS) + rng.choice(LETTERS)
 
 
-def example(rng: random.Random) -> dict[str, str]:
+def example(rng: random.Random, most_fillers: int) -> dict[str, str]:
     """One of the three tasks, `prompt` up to the colon, `text` the answer, 0 or 1."""
-    count = min(rng.choice([0, 1, 2, 4, 8, 8, 16, 32]), 30)
+    count = min(rng.choice([n for n in FILLERS if n < 2 * most_fillers]), most_fillers)
     task = rng.randrange(3)
     if task == 0:
         one = name(rng)
@@ -61,12 +63,13 @@ def example(rng: random.Random) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, required=True, metavar='DIR', help='folder to write to')
+    parser.add_argument('--fillers', type=int, default=30, help='at most in a text (default: %(default)s)')
     parser.add_argument('--seed', type=int, default=1)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(args.seed)
     for split, count in (('train', 60_000), ('held_out', 600)):
-        lines = [json.dumps(example(rng)) + '\n' for _ in range(count)]
+        lines = [json.dumps(example(rng, args.fillers)) + '\n' for _ in range(count)]
         (args.out / f'{split}.jsonl').write_text(''.join(lines))
 
 
