@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers_e2e import TEXT, train, write_config
+from helpers_e2e import TEXT, finish, start, train, write_config
 
 import fbt_jax
 from fbt_jax.cli import main
@@ -31,6 +31,13 @@ def test_what_is_streamed_is_the_text(capsys: pytest.CaptureFixture[str], workdi
     for mode in ('standard', 'soft', 'fused'):
         out = told(capsys, f'--workdir={workdir}', '--prompt=It is', f'--mode={mode}', '--max-tokens=12')
         assert out == fbt_jax.generate(run, ['It is'], mode=mode, max_tokens=12).texts[0] + '\n'
+
+
+def test_what_the_terminal_has_no_letter_for(workdir: Path) -> None:
+    arguments = ('--prompt=é', '--num-samples=2', '--mode=standard', '--max-tokens=2')
+    result = finish(start('generate', f'--workdir={workdir}', *arguments, extra={'PYTHONIOENCODING': 'ascii'}))
+    assert (result.status, result.err) == (0, '')
+    assert result.out.count("--- '?', sample") == 2
 
 
 def test_json_lines(capsys: pytest.CaptureFixture[str], workdir: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_prompts_draw_by_their_numbers(run: Run) -> None:
     assert turned == both[2:] + both[:2]
     assert generate(run, PROMPTS[1:2], **options, numbers=[1]).tokens == both[2:3]
     assert generate(run, PROMPTS[:1], **options, numbers=[2**21 - 1]).tokens != both[:1]
-    for wrong in ([2**21], [-1], [0, 1]):
+    for wrong in ([2**21], [-1], [0, 1], ['a'], [0.5]):
         with pytest.raises(UserError, match=r'must be one of 0\.\.2097151 for each prompt'):
             generate(run, PROMPTS[:1], numbers=wrong, **options)
 
@@ -95,7 +95,12 @@ def test_stop_tokens_and_stop_texts_end_a_row_and_no_other(run: Run) -> None:
 
 def test_a_wrong_prompt_is_told(run: Run) -> None:
     for prompts, told in (
-        ('She', 'must be a list of prompts'),
+        ('She', "prompts = 'She': must be a list"),
+        (None, 'prompts = None: must be a list'),
+        ({'She': 1}, 'must be a list'),
+        ([b'She'], 'must be a text or a list of ids'),
+        ([[True]], 'must be a text or a list of ids'),
+        ([None], 'must be a text or a list of ids'),
         (['a\udcff'], 'is not UTF-8'),
         ([[1.5]], 'must be a text or a list of ids'),
         ([[999]], 'has ids that the model lacks'),
@@ -164,11 +169,25 @@ def test_ten_thousand_generations_leave_memory_flat(run: Run) -> None:
         ({'num_samples': 0}, r'num_samples = 0: must lie in 1\.\.1024'),
         ({'fused_passes': 0, 'mode': 'fused'}, r'fused_passes = 0: must be at least 1'),
         ({'stop': ['']}, r'must not be empty texts'),
+        ({'stop': [b'x']}, r'must be texts'),
+        ({'stop': None}, r'stop = None: must be a list'),
+        ({'numbers': 5}, r'numbers = 5: must be a list'),
+        ({'seed': 1.5}, r'seed = 1\.5: must be a whole number'),
+        ({'seed': -1}, r'seed = -1: must not be negative'),
+        ({'max_tokens': True}, r'max_tokens = True: must be a whole number'),
+        ({'temperature': None}, r'temperature = None: must be a number'),
+        ({'temperature': 1.0, 'top_p': 'x'}, r"top_p = 'x': must be a number"),
     ],
 )
 def test_a_wrong_argument_is_told(run: Run, options: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         generate(run, ['a'], **options)
+
+
+def test_numbers_of_numpy_are_numbers(run: Run) -> None:
+    ones = {'max_tokens': np.int64(3), 'num_samples': np.int32(2), 'seed': np.int64(1), 'temperature': np.float32(1)}
+    found = generate(run, [np.array([5, 6])], mode='soft', **ones)
+    assert found == generate(run, [[5, 6]], mode='soft', max_tokens=3, num_samples=2, seed=1, temperature=1.0)
 
 
 def test_without_a_number_it_writes_what_the_context_leaves(run: Run) -> None:

@@ -3,16 +3,20 @@
 Shapes: B rows, T positions, V vocabulary.
 """
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers_e2e import rows, train
+from helpers_e2e import finish, rows, send_when, start, train
 
 torch = pytest.importorskip('torch')
 transformers = pytest.importorskip('transformers', minversion='5')
@@ -24,8 +28,10 @@ from fbt_jax.cli import main  # noqa: E402
 from fbt_jax.config_file import load_config_file  # noqa: E402
 from fbt_jax.data import open_data  # noqa: E402
 from fbt_jax.data.tokenizer import BPE_FILE  # noqa: E402
+from fbt_jax.errors import UserError  # noqa: E402
 from fbt_jax.inference.generate import generate  # noqa: E402
-from fbt_jax.interop import hf_import, hf_weights  # noqa: E402
+from fbt_jax.interop import hf_compare, hf_import, hf_weights  # noqa: E402
+from fbt_jax.interop.hf_compare import new_folder, run_script  # noqa: E402
 from fbt_jax.interop.hf_export import export_hf  # noqa: E402
 from fbt_jax.interop.hf_import import import_hf  # noqa: E402
 from fbt_jax.model.attention import rope_frequencies  # noqa: E402
@@ -277,6 +283,17 @@ def test_a_tokenizer_must_be_there_and_fit(tmp_path: Path, capsys: pytest.Captur
     refused(tmp_path, capsys, r'holds no tokenizer \(tokenizer.json, ')
 
 
+def test_a_tokenizer_s_special_tokens_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path / 'hf')
+    path = tmp_path / 'hf' / 'tokenizer_config.json'
+    settings = json.loads(path.read_text())
+    file = tmp_path / 'hf' / 'tokenizer.json'
+    file.write_text(file.read_text().replace('<|bos|>', '<s>').replace('<|eos|>', '</s>'))
+    for bos, eos in ((None, None), ('the', 'the')):
+        path.write_text(json.dumps(settings | {'bos_token': bos, 'eos_token': eos}))
+        refused(tmp_path, capsys, r'it has BOS .* and EOS .*; name special tokens of its in tokenizer_config')
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(tmp_path, capsys, 'must be a folder of a Hugging Face model, or a .gguf file')
     (tmp_path / 'hf').mkdir()
@@ -295,6 +312,8 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(tmp_path, capsys, 'model.safetensors cannot be read', workdir='other')
     (tmp_path / 'hf' / 'model.safetensors').unlink()
     refused(tmp_path, capsys, 'holds no model.safetensors', workdir='other')
+    assert main(['import', '--from=\udcff', f'--workdir={tmp_path}/x']) == 2
+    assert 'its name is not UTF-8' in capsys.readouterr().err
 
 
 def test_other_mathematics_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +324,60 @@ def test_other_mathematics_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     with pytest.raises(RuntimeError, match=apart):
         import_hf(str(tmp_path / 'hf'), str(tmp_path / 'run'))
     assert [p.name for p in tmp_path.iterdir()] == ['hf']
+
+
+def test_a_signal_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither folders, beside the run's and among the temporary ones, nor the process that asks transformers."""
+    make_folder(tmp_path / 'hf')
+    for number, name in ((signal.SIGTERM, 'terms'), (signal.SIGHUP, 'hups')):
+        (tmp_path / name).mkdir()
+        arguments = (f'--from={tmp_path}/hf', f'--workdir={tmp_path}/run')
+        process = start('import', *arguments, extra={'TMPDIR': str(tmp_path / name)})
+        assert send_when(process, lambda name=name: any((tmp_path / name).rglob('question.json')), number)  # type: ignore[misc]
+        result = finish(process)
+        assert result.status == 128 + number, result.text
+        assert result.err == f'fbt import: ended by {number.name}'
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted({'hf', 'terms', name})
+        assert list((tmp_path / name).iterdir()) == []
+        assert not any(str(tmp_path / name) in command for command in commands())
+
+
+def commands() -> list[str]:
+    found = []
+    for path in Path('/proc').glob('[0-9]*/cmdline'):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes().replace(b'\0', b' ').decode(errors='replace'))
+    return found
+
+
+def test_no_room_is_not_the_model_s_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'hf').mkdir()
+    monkeypatch.setattr(hf_compare.shutil, 'disk_usage', lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(RuntimeError, match=rf'no space left in {tmp_path}; TMPDIR names another place'):
+        run_script('hf_open.py', 'no question', scratch=tmp_path / 'scratch')
+    monkeypatch.undo()
+    monkeypatch.setattr(hf_compare.subprocess, 'run', lambda *_, **__: SimpleNamespace(returncode=-9, stderr=''))
+    with pytest.raises(RuntimeError, match='transformers was ended by SIGKILL: too little memory'):
+        run_script('hf_open.py', scratch=tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_or_was_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r'must be a new folder; this one exists and is not empty'):  # noqa: SIM117
+        with new_folder(str(tmp_path / 'run'), '--workdir') as temporary:
+            (temporary / 'a').touch()
+            (tmp_path / 'run').mkdir()
+            (tmp_path / 'run' / 'b').touch()
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob('*')] == ['run', 'run/b']
+
+    def read_only(**_: Any) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), '/random/name')
+
+    monkeypatch.setattr(hf_compare.tempfile, 'mkdtemp', read_only)
+    with pytest.raises(UserError, match=r'^--out=\S+/x: cannot be written \(Read-only file system\)$'):  # noqa: SIM117
+        with new_folder(str(tmp_path / 'x'), '--out'):
+            pass
 
 
 @pytest.mark.parametrize('base', [5e3, 5.0001e3])

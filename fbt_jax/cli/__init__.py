@@ -1,21 +1,29 @@
 """The `fbt` command: one verb a module, each with `HELP`, `add_arguments(parser)` and `run(args, rest) -> exit status`.
 
-Exit status: 0 the work is done, 1 it failed, 2 the user's mistake (one line on stderr), 143 or 130 stopped by a
-signal after saving. Verbs import what they need when they run, so that `fbt --help` comes back at once.
+Exit status: 0 the work is done, 1 it failed, 2 the user's mistake (one line on stderr), 143, 130 or 129 stopped by a
+signal after saving or cleaning up. Verbs import what they need when they run, so that `fbt --help` comes back at once.
 """
 
 import argparse
 import importlib
+import io
+import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from fbt_jax.errors import UserError
 
 VERBS = ('train', 'generate', 'evaluate', 'diagnose', 'plan', 'bench', 'data', 'export', 'import', 'compare', 'report')
+
+
+SIGNALLED = 128  # and the signal's number
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,8 +48,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         module.add_arguments(verb)
     args, rest = parser.parse_known_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors='replace')  # what a terminal has no letter for ends no work
     try:
-        return modules[args.verb].run(args, rest)
+        with _signals_as_exceptions():
+            return modules[args.verb].run(args, rest)
     except UserError as error:
         status, what = 2, str(error)
     except PermissionError as error:
@@ -50,8 +62,43 @@ def main(argv: list[str] | None = None) -> int:
         status, what = 1, str(error)
     except KeyboardInterrupt:
         status, what = 130, 'interrupted'
+    except Ended as ended:
+        status, what = ended.status, str(ended)
     print(f'fbt {args.verb}: {what}', file=sys.stderr)
+    if status > SIGNALLED and argv is None:
+        # A thread in which XLA works would crash the process as the interpreter unloads.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     return status
+
+
+class Ended(BaseException):
+    """A signal came that ends the command: whatever is on the way is cleaned up first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f'ended by {signal.Signals(number).name}')
+        self.status = SIGNALLED + number
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP as SIGINT is: the first is an exception, the next ends at once. What is ignored stays so."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_DFL)
+        raise Ended(number)
+
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -72,7 +119,7 @@ def processes() -> Iterator[None]:
         peers.leave(stopped.status)
         peers.exit_now(stopped.status)
     except BaseException as error:
-        status = 2 if isinstance(error, UserError) else 1
+        status = getattr(error, 'status', 2 if isinstance(error, UserError) else 1)
         if peers.count() > 1:
             print(f'fbt: {peers.prefix()}{type(error).__name__}: {error}', file=sys.stderr)
             peers.exit_now(status)

@@ -84,7 +84,9 @@ def stream(
       UserError: an argument is out of range, a prompt and its continuation are longer than the trained context, or the
         model was not trained with feedback and the mode needs it.
     """
-    stop = tuple(stop) if not isinstance(stop, str) else (stop,)
+    stop = (stop,) if isinstance(stop, str) else stop
+    for name, value in (('prompts', prompts), ('stop', stop), ('numbers', () if numbers is None else numbers)):
+        require(_is_list(value), name, value, 'must be a list')
     check(
         run,
         mode=mode,
@@ -95,18 +97,19 @@ def stream(
         num_samples=num_samples,
         seed=seed,
         fused_passes=fused_passes,
-        stop=stop,
+        stop=tuple(stop),
     )
-    require(not isinstance(prompts, str), 'prompts', prompts, 'must be a list of prompts')
+    num_samples, fused_passes = int(num_samples), int(fused_passes)  # numpy's have no bit_length
     ids = [encoded(run, prompt) for prompt in prompts]
     require(len(ids) > 0, 'prompts', prompts, 'there is none')
     numbers = range(len(ids)) if numbers is None else numbers
-    fit = len(numbers) == len(ids) and all(0 <= n < MOST_PROMPTS for n in numbers)
+    fit = len(numbers) == len(ids) and all(_is_whole(n) and 0 <= n < MOST_PROMPTS for n in numbers)
     require(fit, 'numbers', numbers, f'must be one of 0..{MOST_PROMPTS - 1} for each prompt')
     context = run.config.data.seq_len
     longest = max(map(len, ids))
     if max_tokens is None:
         max_tokens = max(1, min(MAX_TOKENS, context - longest))
+    max_tokens = int(max_tokens)
     if longest + max_tokens > context:
         raise UserError(
             f'a prompt of {longest} tokens and max_tokens = {max_tokens} are more than the trained context of {context}'
@@ -168,14 +171,13 @@ def check(
     require(mode in MODES, 'mode', mode, f'must be one of {", ".join(MODES)}')
     if mode != 'standard' and not run.trained_feedback:
         raise UserError(f'mode = {mode!r}: this model was not trained with feedback; only standard is possible')
-    whole = {
-        'max_tokens': max_tokens or MAX_TOKENS,
-        'top_k': top_k,
-        'num_samples': num_samples,
-        'fused_passes': fused_passes,
-    }
-    for name, value in whole.items():
-        require(isinstance(value, int) and value < 2**31, name, value, 'must be a whole number below 2**31')
+    whole = {'top_k': top_k, 'num_samples': num_samples, 'fused_passes': fused_passes, 'seed': seed}
+    for name, value in whole.items() if max_tokens is None else (whole | {'max_tokens': max_tokens}).items():
+        require(_is_whole(value) and value < 2**31, name, value, 'must be a whole number below 2**31')
+    for name, number in (('temperature', temperature), ('top_p', top_p)):
+        real = isinstance(number, int | float | np.integer | np.floating) and not isinstance(number, bool)
+        require(real, name, number, 'must be a number')
+    require(all(isinstance(text, str) for text in stop), 'stop', stop, 'must be texts')
     require(max_tokens is None or max_tokens >= 1, 'max_tokens', max_tokens, 'must be at least 1')
     require(temperature == 0 or 1e-4 <= temperature <= 1e4, 'temperature', temperature, 'must be 0 or lie in 1e-4..1e4')
     require(top_k >= 0, 'top_k', top_k, 'must not be negative')
@@ -183,7 +185,7 @@ def check(
     require(temperature > 0 or (top_k == 0 and top_p == 1), 'temperature', temperature, 'is greedy: no top_k or top_p')
     require(1 <= num_samples <= MOST_SAMPLES, 'num_samples', num_samples, f'must lie in 1..{MOST_SAMPLES}')
     require(fused_passes >= 1, 'fused_passes', fused_passes, 'must be at least 1')
-    require(0 <= seed < 2**31, 'seed', seed, 'must lie in 0..2**31 - 1')
+    require(seed >= 0, 'seed', seed, 'must not be negative')
     require(all(stop), 'stop', stop, 'must not be empty texts')
     require(not stop or run.tokenizer is not None, 'stop', stop, 'this model has no text')
 
@@ -198,11 +200,20 @@ def encoded(run: Any, prompt: str | Sequence[int]) -> list[int]:
         except UnicodeEncodeError:
             raise UserError(f'prompt = {prompt!r}: is not UTF-8') from None
         return [run.tokenizer.bos_id, *run.tokenizer.encode(prompt)]
+    ids_alone = _is_list(prompt) and all(map(_is_whole, prompt))
+    require(ids_alone, 'prompt', prompt, 'must be a text or a list of ids')
     ids = list(prompt)
-    require(all(isinstance(i, int | np.integer) for i in ids), 'prompt', prompt, 'must be a text or a list of ids')
     require(len(ids) > 0, 'prompt', prompt, 'is empty')
     require(min(ids) >= 0 and max(ids) < run.config.model.vocab_size, 'prompt', prompt, 'has ids that the model lacks')
     return ids
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def rounded(number: int, most: int) -> int:

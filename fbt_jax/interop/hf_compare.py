@@ -9,8 +9,13 @@ Shapes: K passes, B rows, T positions, P of them compared, V vocabulary.
 import dataclasses
 import importlib.util
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from fbt_jax.passes import multi_pass
 
 NEEDED = ('torch', 'transformers', 'safetensors')
 TOLERANCE = 1e-4  # of logits
+NO_ROOM = 2**20  # bytes
 
 
 def require_packages(what: str, *more: str) -> None:
@@ -42,6 +48,27 @@ def require_new(folder: str, flag: str) -> None:
         raise UserError(f'{flag}={folder}: must be a new folder; this one exists and is not empty')
     if not path.parent.is_dir():
         raise UserError(f'{flag}={folder}: must lie in a folder that exists')
+
+
+@contextmanager
+def new_folder(folder: str, flag: str) -> Iterator[Path]:
+    """A temporary folder beside `folder`, which becomes it at the end; whatever ends this before, it is gone."""
+    target = Path(folder).absolute()
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=f'.{target.name}.', dir=target.parent))
+    except OSError as error:
+        raise UserError(f'{flag}={folder}: cannot be written ({error.strerror})') from None
+    try:
+        yield temporary
+        _allow_as_usual(temporary)
+        try:
+            temporary.replace(target)
+        except OSError:
+            require_new(folder, flag)  # somebody else may have made it meanwhile
+            raise
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def logits_at(
@@ -75,20 +102,30 @@ def cpu() -> jax.Device:
         return jax.devices()[0]
 
 
-def run_script(name: str, *arguments: Any, modules: str) -> str:
+def run_script(name: str, *arguments: Any, scratch: Path) -> str:
     """Runs a script of this folder, which knows nothing of fbt_jax; '' if it did its job, else its last line.
 
-    modules: a folder for the copies of models' code that transformers keeps.
+    scratch: a folder in which it writes, and transformers keeps its copies of models' code.
+
+    Raises:
+      RuntimeError: the fault is not what it was given: it was killed, or there is no room in `scratch`.
     """
-    environment = os.environ | {'HF_MODULES_CACHE': modules, 'HF_HUB_OFFLINE': '1'}  # nothing is looked up elsewhere
+    environment = os.environ | {
+        'HF_MODULES_CACHE': str(scratch / 'modules'),
+        'HF_HUB_OFFLINE': '1',
+    }  # nothing is looked up elsewhere
     script = str(resources.files('fbt_jax.interop') / name)
     command = [sys.executable, '-P', script, *map(str, arguments)]
     result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if result.returncode < 0:
+        raise RuntimeError(f'transformers was ended by {signal.Signals(-result.returncode).name}: too little memory?')
+    if result.returncode and shutil.disk_usage(scratch).free < NO_ROOM:
+        raise RuntimeError(f'no space left in {scratch.parent}; TMPDIR names another place')
     lines = [line for line in result.stderr.splitlines() if line.strip()] or ['no word of why']
     return lines[-1] if result.returncode else ''
 
 
-def allow_as_usual(folder: Path) -> None:
+def _allow_as_usual(folder: Path) -> None:
     """The folder and its files as readable as any new ones: temporary folders and safetensors' files are private."""
     mask = os.umask(0)
     os.umask(mask)

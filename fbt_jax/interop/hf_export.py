@@ -9,7 +9,6 @@ Shapes: K passes, B rows, T positions, P of them compared, V vocabulary.
 """
 
 import json
-import shutil
 import tempfile
 from importlib import resources
 from pathlib import Path
@@ -25,8 +24,8 @@ from fbt_jax.errors import UserError, require
 from fbt_jax.interop.hf_card import model_card
 from fbt_jax.interop.hf_compare import (
     TOLERANCE,
-    allow_as_usual,
     logits_at,
+    new_folder,
     require_new,
     require_packages,
     run_script,
@@ -73,22 +72,16 @@ def export_hf(
     weights = torch_weights(run, dtype)
     tokens_BT, rows = real_text(run, data_folder)
     text_files = tokenizer_files(run.tokenizer, run.config.data)
-    target = Path(out).absolute()
-    folder = Path(tempfile.mkdtemp(prefix=f'.{target.name}.', dir=target.parent))
-    try:
+    with new_folder(out, '--out') as folder:
         card = model_card(run, metrics, parameters=count(weights), dtype=dtype, tokenizer=bool(text_files))
         write(folder, run, weights, text_files, card)
         difference, computed_in = compare(folder, run, weights, tokens_BT)
-        allow_as_usual(folder)
-        folder.replace(target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     return Exported(count(weights), difference, computed_in, rows, bool(text_files))
 
 
 def write(folder: Path, run: Any, weights: dict[str, np.ndarray], text_files: dict[str, str], card: str) -> None:
     """All files of the exported folder."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     dtype = str(next(iter(weights.values())).dtype)
@@ -100,7 +93,10 @@ def write(folder: Path, run: Any, weights: dict[str, np.ndarray], text_files: di
     }
     for name, content in (files | text_files).items():
         (folder / name).write_text(content, encoding='utf-8')
-    save_file(weights, folder / 'model.safetensors', metadata={'format': 'pt'})
+    try:
+        save_file(weights, folder / 'model.safetensors', metadata={'format': 'pt'})
+    except SafetensorError as error:
+        raise RuntimeError(f'export: model.safetensors cannot be written: {error}') from None
 
 
 def modeling_source() -> str:
@@ -229,10 +225,11 @@ def _allowed(in_float32: np.ndarray, in_float64: np.ndarray) -> float:
 
 def _read(folder: Path, **question: Any) -> dict[str, Any]:
     """What a process that knows only the folder makes of it: see hf_read.py."""
-    with tempfile.TemporaryDirectory() as scratch:
-        asked, answer = Path(scratch) / 'question.npz', Path(scratch) / 'answer'
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        asked, answer = scratch / 'question.npz', scratch / 'answer'
         np.savez(asked, **question)
-        failed = run_script('hf_read.py', folder, asked, answer, modules=f'{scratch}/modules')
+        failed = run_script('hf_read.py', folder, asked, answer, scratch=scratch)
         if failed:
             raise RuntimeError(f'export: transformers cannot use what was written: {failed}')
         return {'logits': np.load(f'{answer}.npy'), 'ids': json.loads(Path(f'{answer}.json').read_text())}

@@ -13,7 +13,6 @@ Shapes: B rows, T positions, P of them compared, V vocabulary.
 import dataclasses
 import json
 import re
-import shutil
 import tempfile
 import textwrap
 from pathlib import Path
@@ -32,9 +31,9 @@ from fbt_jax.errors import UserError, require
 from fbt_jax.files import replace
 from fbt_jax.interop.hf_compare import (
     TOLERANCE,
-    allow_as_usual,
     cpu,
     logits_at,
+    new_folder,
     require_new,
     require_packages,
     run_script,
@@ -102,32 +101,29 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
     require(1 < seq_len <= most, '--seq-len', seq_len, f'must lie in 2..{most}, the context of {source}')
     if not gguf_file:
         require_all(Weights(folder), places(model))  # before anything takes long
-    target = Path(workdir).absolute()
-    temporary = Path(tempfile.mkdtemp(prefix=f'.{target.name}.', dir=target.parent))
-    try:
-        with tempfile.TemporaryDirectory() as scratch, jax.default_device(cpu()):
-            opened = _open(source, folder, gguf_file, Path(scratch), model, min(COMPARED_LENGTH, seq_len), 'float32')
-            weights = Weights(Path(scratch) if gguf_file else folder)
-            require_all(weights, places(model))
-            params = params_of(model, weights)
-            data_folder(str(temporary)).mkdir()
-            replace(data_folder(str(temporary)) / TOKENIZER, opened.tokenizer)
-            config = _config(model, opened, data_folder(str(target)) / TOKENIZER, seq_len)
-            config = dataclasses.replace(config, data=resolved(config.data, data_folder(str(temporary))))
-            _require_same_ids(config, temporary, opened)
-            difference, in_float64 = _difference(model, params, opened), None
-            if not difference <= TOLERANCE:  # written so that not-a-number does not pass
-                exact = _open(source, folder, gguf_file, Path(scratch), model, min(COMPARED_LENGTH, seq_len), 'float64')
-                in_float64 = _difference(model, params, exact)
-                if not in_float64 <= EXACT:
-                    apart = f'by {difference:.1e} in float32 and {in_float64:.1e} in float64'
-                    raise RuntimeError(f'logits differ from those of transformers {apart}')
-            _write(temporary, gguf_file or folder.resolve().name, config, params)
-        allow_as_usual(temporary)
-        temporary.replace(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with (
+        new_folder(workdir, '--workdir') as temporary,
+        tempfile.TemporaryDirectory() as name,
+        jax.default_device(cpu()),
+    ):
+        scratch, length = Path(name), min(COMPARED_LENGTH, seq_len)
+        opened = _open(source, folder, gguf_file, scratch, model, length, 'float32')
+        weights = Weights(scratch if gguf_file else folder)
+        require_all(weights, places(model))
+        params = params_of(model, weights)
+        data_folder(str(temporary)).mkdir()
+        replace(data_folder(str(temporary)) / TOKENIZER, opened.tokenizer)
+        config = _config(model, opened, data_folder(str(Path(workdir).absolute())) / TOKENIZER, seq_len)
+        config = dataclasses.replace(config, data=_resolved(config.data, temporary, source))
+        _require_same_ids(config, temporary, opened)
+        difference, in_float64 = _difference(model, params, opened), None
+        if not difference <= TOLERANCE:  # written so that not-a-number does not pass
+            exact = _open(source, folder, gguf_file, scratch, model, length, 'float64')
+            in_float64 = _difference(model, params, exact)
+            if not in_float64 <= EXACT:
+                apart = f'by {difference:.1e} in float32 and {in_float64:.1e} in float64'
+                raise RuntimeError(f'logits differ from those of transformers {apart}')
+        _write(temporary, gguf_file or folder.resolve().name, config, params)
     count = sum(int(np.prod(place.shape)) for place in places(model).values())
     rope = theirs['rope_parameters']
     assumed = {} if gguf_file else {key: (theirs | rope)[key] for key in _DECIDING if key not in said}
@@ -151,6 +147,10 @@ def _where(source: str) -> tuple[Path, str]:
     path = Path(source)
     if not source:
         raise UserError('--from= names nothing: must be a folder of a Hugging Face model, or a .gguf file')
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise UserError(f'--from={source!r}: its name is not UTF-8, which transformers cannot read') from None
     if path.is_file() and path.suffix == '.gguf':
         return path.parent, path.name
     if not path.is_dir():
@@ -214,7 +214,7 @@ def _open(
         'probes': probes(None),
     }
     (scratch / 'question.json').write_text(json.dumps(question))
-    failed = run_script('hf_open.py', scratch / 'question.json', scratch, modules=str(scratch / 'modules'))
+    failed = run_script('hf_open.py', scratch / 'question.json', scratch, scratch=scratch)
     if failed:
         raise UserError(f'--from={source}: transformers cannot use it: {failed}')
     told = json.loads((scratch / 'told.json').read_text())
@@ -229,6 +229,16 @@ def _config(model: ModelConfig, opened: _Opened, tokenizer: Path, seq_len: int) 
     eos = opened.eos or opened.bos or ''
     data = DataConfig(tokenizer=str(tokenizer), bos=opened.bos or eos, eos=eos, seq_len=seq_len)
     return Config(data=data, model=model, passes=PassesConfig('one_pass'))
+
+
+def _resolved(data: DataConfig, folder: Path, source: str) -> DataConfig:
+    try:
+        return resolved(data, data_folder(str(folder)))
+    except UserError as error:
+        if not str(error).startswith(('data.bos', 'data.eos')):
+            raise
+        told = f'it has BOS {data.bos!r} and EOS {data.eos!r}; name special tokens of its in tokenizer_config.json'
+        raise UserError(f'--from={source}: its tokenizer: {told} (bos_token, eos_token)') from None
 
 
 def _require_same_ids(config: Config, folder: Path, opened: _Opened) -> None:

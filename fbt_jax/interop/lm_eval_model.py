@@ -339,7 +339,8 @@ class FbtLM(LM):
             'temperature': temperature,
         }
         if temperature > 0:
-            options |= {'top_p': float(chosen.get('top_p') or 1.0), 'top_k': int(chosen.get('top_k') or 0)}
+            top_p, top_k = chosen.get('top_p'), chosen.get('top_k')
+            options |= {'top_p': 1.0 if top_p is None else float(top_p), 'top_k': int(top_k or 0)}
         return options
 
     def _groups(

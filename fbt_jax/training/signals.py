@@ -1,5 +1,5 @@
-"""SIGTERM and SIGINT: remembered when they come, acted on where the run can save. A later one acts at once, but not one
-that comes within REPEAT_SECONDS: Slurm sends SIGTERM twice within milliseconds.
+"""SIGTERM, SIGINT and SIGHUP: remembered when they come, acted on where the run can save. A later one acts at once, but
+not one that comes within REPEAT_SECONDS: Slurm sends SIGTERM twice within milliseconds.
 
 With several processes JAX's preemption service takes the SIGTERM that any of them gets, and makes all stop at the same
 poll, so that they save the same step; SIGINT counts as SIGTERM then. Every process must poll equally often.
@@ -42,8 +42,9 @@ class StopSignals:
                 signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
             )
         elif threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
