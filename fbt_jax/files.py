@@ -1,10 +1,13 @@
 """Files and folders that several processes may reach for. Imports nothing heavy."""
 
 import fcntl
+import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fbt_jax.errors import UserError
 
@@ -36,6 +39,19 @@ def held(folder: str | Path, name: str, busy: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def as_json(value: Any, *, indent: int | None = None) -> str:
+    """Null stands for what is not finite: JSON has no number for it."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def replace(path: str | Path, content: str | bytes) -> None:

@@ -188,6 +188,8 @@ def test_what_is_a_number(text: str, value: Fraction | None) -> None:
         (r'12\text{ cm}^2', '12', True),
         ('4210_{7}', '4210_{5}', False),
         ('4210_7', '4210_{7}', True),
+        ('4210', '4210_{7}', False),
+        ('4210_7', '4210', False),
         (r'4210_{\text{7}}', '4210_{7}', True),
         ('9' * 5000, '9' * 5001, False),
         ('9' * 5000, 'x', False),

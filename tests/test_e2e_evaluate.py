@@ -13,6 +13,7 @@ from helpers_e2e import PLAIN, finish, python, refused, rows, snapshot, start, t
 
 from fbt_jax.cli import main
 from fbt_jax.data import corpus
+from fbt_jax.training.run_folder import load_run
 
 
 @pytest.fixture(scope='module')
@@ -86,6 +87,28 @@ def test_the_recurrence_against_other_runs(
     evaluate(capsys, fed, '--rows=16', '--passes=2', '--soft', f'--against={fed}', path)
     found = json.loads((tmp_path / 'figures.json').read_text())['against']['passes']
     assert found['soft'] == {'other_passes': 'soft', 'difference': 0, 'interval': [0, 0]}
+    line = refused(capsys, 'evaluate', f'--workdir={fed}', '--passes=1,13')
+    assert line == f'--passes = 13: must be at most 12, the rows of {fed}'
+
+
+def test_a_run_that_has_diverged_is_not_scored(
+    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single parameter that is not a number."""
+
+    def broken(workdir: str, step: int | None = None) -> Any:
+        found = load_run(workdir, step)
+        params = found.params | {'embedding': found.params['embedding'].at[3, 1].set(np.nan)}
+        return found._replace(params=params)
+
+    for module in ('scoring', 'diagnosis', 'probing'):
+        monkeypatch.setattr(f'fbt_jax.training.{module}.load_run', broken)
+    monkeypatch.setattr('fbt_jax.interop.tasks.load_run', broken)
+    for arguments in (['evaluate'], ['diagnose'], ['diagnose', '--probes'], ['evaluate', '--tasks=gsm8k']):
+        if arguments[-1] == '--tasks=gsm8k':
+            monkeypatch.setattr('fbt_jax.interop.tasks.read_items', lambda *_: None)
+        line = refused(capsys, *arguments, f'--workdir={run}')
+        assert line == 'not every parameter of step 8 is finite: the run has diverged'
 
 
 def test_evaluate_refuses_the_recurrence_without_feedback(capsys: pytest.CaptureFixture[str], run: Path) -> None:
@@ -151,6 +174,8 @@ def test_evaluate_refuses_what_the_run_does_not_have(
     before = snapshot(run)
     line = refused(capsys, 'evaluate', f'--workdir={run}', '--step=3')
     assert line == f'step = 3: {run} has checkpoints of steps 7, 8'
+    line = refused(capsys, 'evaluate', f'--workdir={run}', '--against=')
+    assert line == '--against=: must be the folder of another run'
     line = refused(capsys, 'evaluate', f'--workdir={run}', '--passes=1,2')
     assert line == f'--passes=1,2: {run} was trained without feedback; only 1 is possible'
     shutil.copy(run / 'config.json', tmp_path)

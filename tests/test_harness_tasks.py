@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ class Lengths(LM):
         raise NotImplementedError
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        raise NotImplementedError
+        return ['yes'] * len(requests)
 
 
 @pytest.fixture
@@ -266,6 +267,14 @@ def test_examples_and_limits_are_the_harness_s(tmp_path: Path, lengths: type[Len
         evaluate(
             make_run(), ['arc_easy'], asked._replace(files=str(tmp_path / 'alone'), shots=4), tmp_path / 'more', {}
         )
+    # An item is none of its own examples, whatever split both come from.
+    write(tmp_path / 'piqa', 'piqa', validation=[ROWS['piqa'][1] | {'goal': f'Open {n}'} for n in range(4)])
+    for name, files in (('arc_easy', tmp_path / 'alone'), ('piqa', tmp_path / 'piqa')):
+        evaluate(make_run(), [name], Settings((name,), ('soft',), str(files), shots=3), tmp_path / 'more', {})
+        rows = [json.loads(line) for line in (tmp_path / 'more' / f'{name}-soft.jsonl').open()]
+        for row in rows:
+            questions_of = row['prompt'][0][0].split('\n\n')
+            assert len({text.split('\n')[0] for text in questions_of}) == len(questions_of) == 4
 
 
 def test_modes_may_be_added_and_left_out(tmp_path: Path, lengths: type[Lengths]) -> None:
@@ -282,6 +291,99 @@ def test_modes_may_be_added_and_left_out(tmp_path: Path, lengths: type[Lengths])
     assert lengths.asked == 3 * 2 * 3
     with pytest.raises(UserError, match='arc_easy in mode fused made otherwise: fused_passes was 2, now 1'):
         do('fused')
+
+
+MADE_TASKS = {
+    'zero': """
+output_type: multiple_choice
+doc_to_choice: [a, bb]
+doc_to_target: label
+num_fewshot: 0
+metric_list: [{metric: acc}]
+""",
+    'filtered': """
+output_type: generate_until
+doc_to_target: answer
+generation_kwargs: {until: ["\\n"]}
+filter_list:
+  - {name: whole, filter: [{function: take_first}]}
+  - {name: nothing, filter: [{function: regex, regex_pattern: zzz}, {function: take_first}]}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+    'likely': """
+output_type: loglikelihood
+fewshot_split: test
+doc_to_target: answer
+metric_list:
+  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+""",
+    'gsm8k': """
+output_type: loglikelihood
+doc_to_target: answer
+""",
+}
+
+
+@pytest.fixture
+def made_tasks(tmp_path: Path, lengths: type[Lengths], monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder of tasks of our own, over three rows, and their groups."""
+    files = tmp_path / 'made'
+    files.mkdir()
+    answers = ('yes', 'no', 'yes')
+    rows = [{'question': f'{n}?', 'answer': answer, 'label': n % 2} for n, answer in enumerate(answers)]
+    write_jsonl(files / 'rows.jsonl', rows)
+    where = f'dataset_path: json\ndataset_kwargs: {{data_files: {{test: {files}/rows.jsonl}}}}\ntest_split: test\n'
+    for name, text in MADE_TASKS.items():
+        (files / f'{name}.yaml').write_text(f'task: {name}\n{where}doc_to_text: question{text}')
+    for name, members in {'mixed': 'zero, filtered', 'clashing': 'zero, gsm8k'}.items():
+        (files / f'{name}.yaml').write_text(f'group: {name}\ntask: [{members}]\n')
+    manager = TaskManager(include_path=str(files), include_defaults=False)
+    monkeypatch.setattr('lm_eval.tasks.TaskManager', lambda include_path: manager)
+    (tmp_path / 'out').mkdir()
+    return str(files)
+
+
+def test_scores_of_each_filter_and_of_each_task_s_own_metrics(made_tasks: str, tmp_path: Path) -> None:
+    asked = Settings(('mixed', 'likely'), ('standard', 'soft'), made_tasks)
+    found = evaluate(make_run(), list(asked.tasks), asked, tmp_path / 'out', {})
+    means = {n: s['value'] for n, s in found['mixed']['scores']['standard'].items()}
+    assert found['mixed']['items'] == 6
+    assert means == {'acc': 2 / 3, 'exact_match,whole': 2 / 3, 'exact_match,nothing': 0.0}
+    # A perplexity is no mean over items.
+    assert list(found['likely']['scores']['standard']) == ['acc']
+    rows = [json.loads(line) for line in (tmp_path / 'out' / 'filtered-soft.jsonl').open()]
+    assert [row['output'] for row in rows] == [{'whole': ['yes'], 'nothing': ['[invalid]']}] * 3
+    (pair,) = found['mixed']['pairs']
+    assert pair['second_less_first']['acc']['value'] == pytest.approx(-1 / 3)
+    assert pair['second_less_first']['exact_match,whole']['value'] == 0
+
+
+def test_what_the_harness_would_leave_out_or_mix_up_is_refused(made_tasks: str, tmp_path: Path) -> None:
+    for names, changes, told in (
+        (['zero'], {'shots': 2}, '--shots=2: zero takes no examples, by its own definition'),
+        (['clashing'], {}, '--tasks: clashing: holds gsm8k, which is generated and judged here: --tasks=gsm8k'),
+        (['likely'], {'shots': 3}, '--shots=3: likely has 2 examples'),
+    ):
+        with pytest.raises(UserError, match=f'^{re.escape(told)}$'):
+            evaluate(make_run(), names, Settings(tuple(names), ('soft',), made_tasks, **changes), tmp_path, {})
+    path = Path(made_tasks) / 'rows.jsonl'
+    path.write_text(path.read_text().splitlines(keepends=True)[0] * 3)
+    with pytest.raises(UserError, match='likely has 0 examples'):  # all rows are the item itself
+        evaluate(make_run(), ['likely'], Settings(('likely',), ('soft',), made_tasks, shots=1), tmp_path, {})
+
+
+def test_every_row_is_looked_at_first(tmp_path: Path, lengths: type[Lengths]) -> None:
+    files = write(tmp_path / 'files', 'arc_easy', test=questions('ABZ'))
+    asked = Settings(('arc_easy',), ('soft',), str(files))
+    with pytest.raises(UserError, match='arc_easy: item 3 is none of it: ValueError: '):
+        evaluate(make_run(), ['arc_easy'], asked, tmp_path, {})
+    assert lengths.asked == 0
+    (tmp_path / 'out').mkdir()
+    assert evaluate(make_run(), ['arc_easy'], asked._replace(limit=2), tmp_path / 'out', {})['arc_easy']['items'] == 2
+    (files / 'arc_easy' / 'test.jsonl').write_text('')
+    with pytest.raises(UserError, match=r'arc_easy/test\.jsonl: is empty'):
+        evaluate(make_run(), ['arc_easy'], asked, tmp_path, {})
 
 
 def test_metrics_that_are_not_of_items_leave_nothing_to_score(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def test_files_that_are_none_of_the_task_s(rows: list[str], told: str, tmp_path:
         ('gsm8k', 0, {'task_id': [1]}, r'task_id = \[1\]: must be text or a number'),
         ('math500', 0, {'solution': 'none', 'answer': 3}, r'answer = 3: must be text'),
         ('math500', 0, {'solution': 'none', 'answer': None}, r'has neither a box in the solution nor an answer'),
+        ('math500', 0, {'solution': r'\boxed{ }', 'answer': ' '}, r'has neither a box in the solution nor an answer'),
+        ('mbpp', 0, {'test_list': []}, r'test_list has no test'),
         ('humaneval', 0, {'prompt': 5}, r'prompt = 5: must be text'),
         ('humaneval', 2, {'canonical_solution': None}, r'has no canonical_solution, which an example takes'),
         ('mbpp', 0, {'test_list': 'assert x'}, r"test_list = 'assert x': must be a list of texts"),

@@ -1,6 +1,7 @@
 """Records of answers: torn and damaged ones, and those made otherwise."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,23 @@ def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
         require_settings(tmp_path, 'made', {'step': 2, 'shots': None}, fused_passes=3)
     with pytest.raises(UserError, match=r'made in mode fused made otherwise: fused_passes was 3, now 1\.'):
         require_settings(tmp_path, 'made', {'step': 1, 'shots': None}, fused_passes=1)
+
+
+def test_records_of_a_task_with_a_longer_name_are_others(tmp_path: Path) -> None:
+    require_settings(tmp_path, 'made', {'step': 1}, fused_passes=None)
+    Records(tmp_path, 'made-up', 'standard').write([])
+    require_settings(tmp_path, 'made', {'step': 2}, fused_passes=None)
+    Records(tmp_path, 'made', 'soft', 0.7).write([])
+    with pytest.raises(UserError, match='step was 2, now 3'):
+        require_settings(tmp_path, 'made', {'step': 3}, fused_passes=None)
+
+
+def test_records_are_json_whatever_the_scores(tmp_path: Path) -> None:
+    Records(tmp_path, 'made', 'soft').write([{'scores': {'acc': math.nan}, 'more': (1.0, -math.inf)}])
+    assert json.loads((tmp_path / 'made-soft.jsonl').read_text(), parse_constant=pytest.fail) == {
+        'scores': {'acc': None},
+        'more': [1.0, None],
+    }
 
 
 @pytest.mark.parametrize('content', ['[1]', '{"step": ', '', None])

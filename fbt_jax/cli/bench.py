@@ -8,13 +8,13 @@ with feedback and without. `spread` is (slowest - fastest) / median.
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
 from fbt_jax.cli import config_overrides, require_outputs
 from fbt_jax.config_file import load_config_file
 from fbt_jax.errors import UserError
+from fbt_jax.files import as_json
 
 HELP = 'time the train step on the devices present'
 
@@ -72,5 +72,5 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         figures = result._asdict() | {'device': device, 'devices': jax.device_count()}
         figures['timings'] = [t._asdict() for t in result.timings]
         figures['decoding'] = None if decoding is None else decoding._asdict()
-        Path(args.json).write_text(json.dumps(figures, indent=2) + '\n')
+        Path(args.json).write_text(as_json(figures, indent=2) + '\n')
     return 0

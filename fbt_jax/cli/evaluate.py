@@ -19,12 +19,12 @@ programs in a sandbox; every other name is one of lm-evaluation-harness. FOLDER/
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from fbt_jax.cli import no_more_arguments, processes, require_outputs
 from fbt_jax.errors import UserError
+from fbt_jax.files import as_json
 
 HELP = 'validation loss after each number of passes'
 
@@ -70,6 +70,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     for flag in TASK_FLAGS:
         if getattr(args, flag) is not None:
             raise UserError(f'--{flag.replace("_", "-")}={getattr(args, flag)}: has no effect without --tasks')
+    if args.against == '':
+        raise UserError('--against=: must be the folder of another run')
     if args.rows < 0:
         raise UserError(f'--rows={args.rows}: must not be negative')
     passes = None if args.passes is None else _passes(args.passes)
@@ -102,7 +104,7 @@ def _run_tasks(args: argparse.Namespace) -> int:
         if is_primary():
             print(*task_lines(figures), sep='\n')
             if args.json:
-                Path(args.json).write_text(json.dumps(figures, indent=2) + '\n')
+                Path(args.json).write_text(as_json(figures, indent=2) + '\n')
     return 0
 
 
@@ -154,7 +156,7 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
         if len(scored.by_set) > 1:
             parts = scored.by_set.items()
             figures['sets'] = {name: _figures(args.workdir, step, part, passes, args.soft) for name, part in parts}
-        Path(args.json).write_text(json.dumps(figures, indent=2) + '\n')
+        Path(args.json).write_text(as_json(figures, indent=2) + '\n')
     if args.plot:
         from fbt_jax.evaluation.plots import draw_run
 

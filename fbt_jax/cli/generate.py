@@ -8,13 +8,13 @@ Modes: standard (plain embeddings), soft (each step fed with the state of the on
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from fbt_jax.cli import no_more_arguments, processes
 from fbt_jax.errors import UserError
+from fbt_jax.files import as_json
 
 HELP = 'continue texts, with latent feedback or without'
 
@@ -67,9 +67,9 @@ def _generate(args: argparse.Namespace, prompts: list[str] | None) -> None:
     from fbt_jax.inference.generate import check
     from fbt_jax.model.transformer import compute_dtype
     from fbt_jax.training.processes import is_primary
-    from fbt_jax.training.run_folder import load_run, spread
+    from fbt_jax.training.run_folder import load_run, require_finite, spread
 
-    trained, mesh = spread(load_run(args.workdir, args.step), split_rows=False)
+    trained, mesh = spread(require_finite(load_run(args.workdir, args.step)), split_rows=False)
     with jax.set_mesh(mesh):
         trained = trained._replace(params=cast(trained.params, dtype=compute_dtype(trained.model.config)))
         if prompts is not None:
@@ -127,6 +127,6 @@ def _answer(args: argparse.Namespace, trained: Any, prompts: list[str], tell: bo
             if args.json:
                 told = {'prompt': prompt, 'text': text, 'tokens': result.tokens[row]}
                 told |= {'log_probs': result.log_probs[row], 'finished': result.finished[row], 'mode': args.mode}
-                print(json.dumps(told))
+                print(as_json(told))
             else:
                 print(f'--- {prompt!r}, sample {row % args.num_samples + 1}\n{text}')

@@ -97,8 +97,8 @@ def same_answer(answer: str, expected: str) -> bool:
     if _LONG.search(answer) or _LONG.search(expected):
         return False
     in_base, other_in_base = _IN_BASE.fullmatch(answer.strip()), _IN_BASE.fullmatch(expected.strip())
-    if in_base and other_in_base:
-        return in_base.groups() == other_in_base.groups()  # `math-verify` leaves bases out
+    if in_base or other_in_base:  # `math-verify` leaves bases out
+        return in_base is not None and other_in_base is not None and in_base.groups() == other_in_base.groups()
     tool = require_math_verify()
     return bool(tool.verify(tool.parse(f'${expected}$'), tool.parse(f'${answer}$')))
 

@@ -8,13 +8,14 @@ report.html, report.css and report.js lie beside this file.
 import base64
 import functools
 import gzip
-import json
 import math
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
+
+from fbt_jax.files import as_json
 
 HERE = Path(__file__).parent
 TABLE_ROWS = 60  # of a figure's table; a longer curve shows that many of its points, evenly spread
@@ -160,16 +161,8 @@ def _plotly() -> str:
 
 def _json(value: Any) -> str:
     """For a script element: nothing in it can end that, and what isn't finite is null."""
-    text = json.dumps(_finite(value), allow_nan=False)
+    text = as_json(value)
     return text.replace('<', '\\u003c').replace('>', '\\u003e').replace('&', '\\u0026')
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _section(section: Section) -> str:

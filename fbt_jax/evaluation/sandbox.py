@@ -2,10 +2,10 @@
 
 Each program gets a fresh interpreter (sandbox_child.py) in namespaces of its own: no network, no processes and no files
 but its own and, read-only, the system's and Python's; the standard library alone; limits on processor time, clock time,
-memory of a process, number of processes, size of files; no shared memory outside them (System V's, memfd). Where the
-system refuses any of it, nothing runs.
+memory of a process, number of processes, size of files; no shared memory outside them (System V's, memfd), no sockets
+but of the network it has not, none of the caller's keys. Where the system refuses any of it, nothing runs.
 
-No protection against: a hole in the kernel (no other system calls are filtered); memory of several processes together
+No protection against: a hole in the kernel (few system calls are filtered); memory of several processes together
 (at most PROCESSES times the limit); code that looks for the nonce in its own interpreter in order to fake a verdict,
 which tests in the same interpreter can't prevent. Printing, exiting early or replacing functions of the library fake
 none.

@@ -28,9 +28,15 @@ DIE_WITH_PARENT, SECCOMP, NO_NEW_PRIVILEGES = 1, 22, 38
 CAPABILITY_VERSION = 0x20080522
 FILTER, ALLOWED, REFUSED, KILLED = 2, 0x7FFF0000, 0x50001, 0x80000000  # REFUSED: with EPERM
 LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+FIRST_ARGUMENT = 16  # where its lower half lies
 OTHER_NUMBERING = 0x40000000  # x32's calls
-# The architecture's mark, then shmget, msgget, memfd_create, memfd_secret: memory that no limit of a process counts.
-HIDDEN_MEMORY = {'x86_64': (0xC000003E, 29, 68, 319, 447), 'aarch64': (0xC00000B7, 194, 186, 279, 447)}
+# The architecture's mark, socket, then calls that are refused: shmget, msgget, memfd_create, memfd_secret (memory that
+# no limit of a process counts); add_key, request_key, keyctl (the caller's keys); io_uring_setup (calls past a filter).
+CALLS = {
+    'x86_64': (0xC000003E, 41, 29, 68, 319, 447, 248, 249, 250, 425),
+    'aarch64': (0xC00000B7, 198, 194, 186, 279, 447, 217, 218, 219, 425),
+}
+FAMILIES = (1, 2, 10)  # sockets that a network namespace confines: Unix, IPv4, IPv6
 
 SYSTEM = ('usr', 'lib', 'lib64', 'bin', 'etc/ld.so.cache', 'etc/localtime')
 DEVICES = ('dev/null', 'dev/zero', 'dev/random', 'dev/urandom')
@@ -78,10 +84,11 @@ def main() -> NoReturn:
         os._exit(1)
     if not program:
         run(task['program'], tell)
-    _, status = os.waitpid(program, 0)
+    _, status, used = os.wait4(program, 0)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        if number == signal.SIGXCPU:
+        # SIGXCPU may be ignored; a second later comes SIGKILL.
+        if number == signal.SIGXCPU or used.ru_utime + used.ru_stime > task['limits']['cpu']:
             tell('timeout', f'{task["limits"]["cpu"]} s of processor time')
         else:
             tell('error', f'ended by signal {number}')
@@ -199,7 +206,7 @@ def give_up_rights(user: tuple[int, int], limits: dict[str, int]) -> None:
         header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
         check(LIBC.capset(header, none), 'capset')
     check(LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0), 'prctl')
-    refuse_hidden_memory()
+    filter_calls()
     resource.setrlimit(resource.RLIMIT_CPU, (limits['cpu'], limits['cpu'] + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits['file'],) * 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -208,17 +215,22 @@ def give_up_rights(user: tuple[int, int], limits: dict[str, int]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limits['memory'],) * 2)
 
 
-def refuse_hidden_memory() -> None:
-    """By a filter of system calls, for good."""
+def filter_calls() -> None:
+    """For good."""
     machine = os.uname().machine
-    if machine not in HIDDEN_MEMORY:
+    if machine not in CALLS:
         raise OSError(f'no numbers of system calls are known for {machine}')
-    mark, *calls = HIDDEN_MEMORY[machine]
-    # Each: what to do, how many to skip if so, how many if not, with which number.
+    mark, socket, *calls = CALLS[machine]
+    # Each: what to do, how many lines to skip if so, how many if not, with which number.
     lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, mark), (RETURN, 0, 0, KILLED), (LOAD, 0, 0, 0)]
-    lines.append((AT_LEAST, len(calls) + 1, 0, OTHER_NUMBERING))
-    lines += [(EQUAL, len(calls) - n, 0, call) for n, call in enumerate(calls)]
-    lines += [(RETURN, 0, 0, ALLOWED), (RETURN, 0, 0, REFUSED)]
+    refused = len(lines) + 1 + len(calls) + 2 + len(FAMILIES)  # the line that says so; the last one allows
+    lines.append((AT_LEAST, refused - len(lines) - 1, 0, OTHER_NUMBERING))
+    for call in calls:
+        lines.append((EQUAL, refused - len(lines) - 1, 0, call))
+    lines += [(EQUAL, 0, refused - len(lines), socket), (LOAD, 0, 0, FIRST_ARGUMENT)]
+    for family in FAMILIES:
+        lines.append((EQUAL, refused - len(lines), 0, family))
+    lines += [(RETURN, 0, 0, REFUSED), (RETURN, 0, 0, ALLOWED)]
     code = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *line) for line in lines))
     program = ctypes.create_string_buffer(struct.pack('HP', len(lines), ctypes.addressof(code)))
     check(LIBC.prctl(SECCOMP, FILTER, program, 0, 0), 'prctl')

@@ -201,10 +201,10 @@ def _gsm8k_expected(row: dict[str, Any]) -> str:
 
 def _math_expected(row: dict[str, Any]) -> str:
     # The box goes first: that is the answer as it was written, which some copies of the file have mangled.
-    answer = boxed(row['solution']) or row.get('answer')
+    answer = (boxed(row['solution']) or '').strip() or row.get('answer', '').strip()
     if not answer:
         raise UserError('has neither a box in the solution nor an answer')
-    return answer.strip()
+    return answer
 
 
 def _judge_number(output: str, expected: str) -> Verdict:
@@ -234,6 +234,8 @@ def _mbpp_ask(row: dict[str, Any]) -> str:
 
 
 def _mbpp_expected(row: dict[str, Any]) -> str:
+    if not any(test.strip() for test in row['test_list']):
+        raise UserError('test_list has no test')
     # The set-up comes after the output: it may build on what is defined there.
     lines = [*row.get('test_imports', ()), PLACE, row.get('test_setup_code') or '', *row['test_list']]
     return '\n'.join(lines) + '\n'

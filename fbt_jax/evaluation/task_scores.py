@@ -128,10 +128,15 @@ def _quality(scores: dict[str, Any]) -> float:
 
 
 def harness_scores(by_mode: dict[str, dict[Any, dict[str, float]]]) -> dict[str, Any]:
-    """Means of what lm-evaluation-harness scored item by item, by mode and metric, and the modes in pairs."""
+    """Means of what lm-evaluation-harness scored item by item, by mode and metric, and the modes in pairs.
+
+    Tasks of a group may have different metrics: each is over the items that have it.
+    """
     some = next(iter(by_mode.values()))
-    metrics = [name for name in next(iter(some.values())) if all(name in scores for scores in some.values())]
-    values = {mode: {m: [of[item][m] for item in some] for m in metrics} for mode, of in by_mode.items()}
+    metrics = list(dict.fromkeys(name for scores in some.values() for name in scores))
+    values = {
+        mode: {m: [of[item][m] for item in some if m in some[item]] for m in metrics} for mode, of in by_mode.items()
+    }
     scores = {mode: {m: estimate(own[m])._asdict() for m in metrics} for mode, own in values.items()}
     pairs = []
     for a, b in itertools.combinations(by_mode, 2):

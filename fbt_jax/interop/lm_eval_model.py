@@ -33,7 +33,7 @@ from fbt_jax.inference.generate import LEAST, MOST_PROMPTS, generate, padded_row
 from fbt_jax.interop.lm_eval_scores import score_passes, score_soft
 from fbt_jax.losses import TokenLosses
 from fbt_jax.training import processes
-from fbt_jax.training.run_folder import Run, load_run, spread
+from fbt_jax.training.run_folder import Run, load_run, require_finite, spread
 
 try:
     from lm_eval import utils
@@ -146,7 +146,7 @@ class FbtLM(LM):
         workdir, step = arguments.pop('workdir', None), arguments.pop('step', None)
         require(workdir is not None, 'workdir', workdir, "must be a run's folder: --model_args workdir=DIR")
         require(_is_int(step, 0) or step is None, 'step', step, 'must be the number of a checkpoint')
-        return cls(load_run(str(workdir), step), **arguments)
+        return cls(require_finite(load_run(str(workdir), step)), **arguments)
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes beside its results."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fbt_jax.errors import UserError
-from fbt_jax.files import replace
+from fbt_jax.files import as_json, replace
+from fbt_jax.inference.decode import MODES
 
 Key = tuple[str, int]  # item, sample
 
@@ -51,13 +52,13 @@ class Records:
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
         with self._path.open('a') as file:
-            file.write(''.join(json.dumps(record) + '\n' for record in records))
+            file.write(''.join(as_json(record) + '\n' for record in records))
             file.flush()
             os.fsync(file.fileno())
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """All of them at once, or, after a kill, none."""
-        replace(self._path, ''.join(json.dumps(record) + '\n' for record in records))
+        replace(self._path, ''.join(as_json(record) + '\n' for record in records))
 
 
 def require_settings(out: Path, task: str, settings: dict[str, Any], *, fused_passes: int | None) -> None:
@@ -66,14 +67,17 @@ def require_settings(out: Path, task: str, settings: dict[str, Any], *, fused_pa
     Raises:
       UserError: there are records made with other settings (names them).
     """
-    _require(out / f'{task}.json', f'{task}-*', task, settings)
+    _require(out / f'{task}.json', MODES, task, settings)
     if fused_passes is not None:
-        _require(out / f'{task}-fused.json', f'{task}-fused*', f'{task} in mode fused', {'fused_passes': fused_passes})
+        told = f'{task} in mode fused'
+        _require(out / f'{task}-fused.json', ('',), told, {'fused_passes': fused_passes})
 
 
-def _require(path: Path, records: str, what: str, settings: dict[str, Any]) -> None:
+def _require(path: Path, modes: tuple[str, ...], what: str, settings: dict[str, Any]) -> None:
     settings = json.loads(json.dumps(settings))
-    if not (any(path.parent.glob(f'{records}.jsonl')) or path.is_dir()):
+    stems = [f'{path.stem}-{mode}' if mode else path.stem for mode in modes]
+    there = any(any(path.parent.glob(f'{stem}{rest}.jsonl')) for stem in stems for rest in ('', '-t*'))
+    if not there and not path.is_dir():
         replace(path, json.dumps(settings, indent=2) + '\n')
         return
     try:

@@ -20,7 +20,7 @@ from fbt_jax.inference.decode import MODES
 from fbt_jax.interop.generative_tasks import evaluate_generative, note_generative, plan_generative
 from fbt_jax.interop.task_settings import Settings, check
 from fbt_jax.training import processes
-from fbt_jax.training.run_folder import Run, load_run
+from fbt_jax.training.run_folder import Run, load_run, require_finite
 
 
 def evaluate_tasks(workdir: str, settings: Settings) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def evaluate_tasks(workdir: str, settings: Settings) -> dict[str, Any]:
         read_items(name, settings.files, settings.shots)
     others = [name for name in settings.tasks if name not in TASKS]
     plan = _harness().plan_harness(others, settings) if others else None
-    run = load_run(workdir, settings.step)
+    run = require_finite(load_run(workdir, settings.step))
     if run.tokenizer is None:
         raise UserError(f'{workdir}: this model reads no text')
     modes = settings.modes or (MODES if run.trained_feedback else ('standard',))

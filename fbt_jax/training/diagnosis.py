@@ -16,7 +16,7 @@ from fbt_jax.evaluation.one_token import PROMPT, prompts_of, rollout_norms, stre
 from fbt_jax.model.transformer import compute_dtype
 from fbt_jax.sharding import batch_shards
 from fbt_jax.training.loop import validation_batches
-from fbt_jax.training.run_folder import data_folder, load_run, require_data, spread
+from fbt_jax.training.run_folder import data_folder, load_run, require_data, require_finite, spread
 from fbt_jax.training.summary import table
 
 ROWS = 64  # of each validation set, evenly spread
@@ -34,7 +34,7 @@ def contraction_figures(workdir: str, *, passes: int, step: int | None = None) -
     Raises:
       UserError: no trained feedback, no validation data, or too few positions that are far enough into a document.
     """
-    trained = load_run(workdir, step)
+    trained = require_finite(load_run(workdir, step))
     config = trained.config
     if not trained.trained_feedback:
         raise UserError(f'{workdir}: was trained without feedback (one pass only), so there is no map to iterate')

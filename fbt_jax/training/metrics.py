@@ -17,6 +17,8 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
+from fbt_jax.files import as_json
+
 Row = dict[str, Any]
 Scalar = float | np.ndarray | jax.Array
 Scalars = Sequence[float] | np.ndarray | jax.Array
@@ -222,8 +224,7 @@ def _is_row(row: Any) -> bool:
 
 
 def _line(row: Row) -> str:
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite, allow_nan=False) + '\n'
+    return as_json(row) + '\n'
 
 
 def _replace_file(path: Path, rows: Sequence[Row]) -> None:

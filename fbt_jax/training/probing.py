@@ -15,7 +15,7 @@ from fbt_jax.evaluation import probes
 from fbt_jax.evaluation.intervals import ends_of
 from fbt_jax.evaluation.probe_tasks import Setting, all_settings
 from fbt_jax.model.transformer import init_params
-from fbt_jax.training.run_folder import load_run, spread
+from fbt_jax.training.run_folder import load_run, require_finite, spread
 from fbt_jax.training.summary import table
 
 SEED = 0
@@ -31,7 +31,7 @@ def probe_figures(workdir: str, *, untrained: bool = False) -> dict[str, Any]:
       UserError: no scikit-learn, a run that doesn't read text, a tokenizer or a context that no task fits.
     """
     probes.require_scikit_learn()
-    trained = load_run(workdir)
+    trained = require_finite(load_run(workdir))
     tokenizer, context = trained.tokenizer, trained.config.data.seq_len
     if tokenizer is None:
         raise UserError(f'{workdir}: was not trained on text, which probes are made of')

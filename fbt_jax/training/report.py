@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fbt_jax.data import Data, open_data
 from fbt_jax.errors import UserError
@@ -46,6 +45,7 @@ from fbt_jax.training.run_folder import (
     read_config,
     read_record,
     require_data,
+    require_finite,
     spread,
 )
 from fbt_jax.training.scoring import Scored, require_same_sets, run_difference, same_tokenizer, score
@@ -124,9 +124,7 @@ def _rows(workdir: str) -> list[Row]:
 def _require_sound(trained: Run | None) -> Run:
     if trained is None:
         raise UserError('The run has saved no checkpoint yet')
-    if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(trained.params)):
-        raise UserError(f'Not every parameter of step {trained.step} is finite')
-    return trained
+    return require_finite(trained)
 
 
 def _require_feedback(trained: Run) -> None:

@@ -92,6 +92,13 @@ def load_run(workdir: str, step: int | None = None) -> Run:
     )
 
 
+def require_finite(run: Run) -> Run:
+    """UserError where the run has diverged: losses and texts of such weights mean nothing."""
+    if not all(bool(jax.numpy.isfinite(x).all()) for x in jax.tree.leaves(run.params)):
+        raise UserError(f'not every parameter of step {run.step} is finite: the run has diverged')
+    return run
+
+
 def spread(run: Run, *, split_rows: bool = True) -> tuple[Run, Mesh]:
     """`run` over all devices of all processes: on its own mesh where that fits, else whole on each of them.
 

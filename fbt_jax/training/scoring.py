@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from fbt_jax.data import Data, open_data
-from fbt_jax.errors import UserError
+from fbt_jax.errors import UserError, require
 from fbt_jax.evaluation.causality import require_causal
 from fbt_jax.evaluation.intervals import ends_of, ratios
 from fbt_jax.evaluation.per_pass import PassResults, evaluate_passes, make_eval_step, places, together
 from fbt_jax.sharding import batch_shards
 from fbt_jax.training.loop import validation_batches
-from fbt_jax.training.run_folder import Run, data_folder, held_out, load_run, require_data, spread
+from fbt_jax.training.run_folder import Run, data_folder, held_out, load_run, require_data, require_finite, spread
 
 CHECKED_PASSES = 3  # for causality: in the third, feedback reaches what attention and one state back don't
 
@@ -52,7 +52,7 @@ def score(
       UserError: no such run or step, other data, no validation data, passes that it cannot make.
       RuntimeError: a loss depends on what comes after it.
     """
-    trained = load_run(workdir, step)
+    trained = require_finite(load_run(workdir, step))
     config = trained.config
     if or_one and config.model.fusion == 'none':
         passes, soft = [1], False
@@ -62,6 +62,8 @@ def score(
     if max(passes) > 1 and config.model.fusion == 'none':
         told = f'--passes={",".join(map(str, passes))}'
         raise UserError(f'{told}: {workdir} was trained without feedback; only 1 is possible')
+    most = config.data.seq_len  # after as many passes as positions all states are final
+    require(max(passes) <= most, '--passes', max(passes), f'must be at most {most}, the rows of {workdir}')
     data = open_data(config, data_folder(workdir), held_out_only=True)
     require_data(workdir, data)
     if not data.validation:
