@@ -153,7 +153,7 @@ def test_sigterm_and_sigint_save_and_leave(config: Path, unbroken: Path, tmp_pat
     assert rows(workdir) == []
     assert stop(signal.SIGINT, train_rows_written(workdir, 10)) == 10
     assert evaluated() == []
-    assert stop(signal.SIGTERM, train_rows_written(workdir, 23)) in range(23, STEPS)
+    assert stop(signal.SIGHUP, train_rows_written(workdir, 23)) in range(23, STEPS)
     assert evaluated()[:2] == [10, 20]
     assert stop(signal.SIGTERM, train_rows_written(workdir, STEPS)) == STEPS
     assert STEPS not in evaluated()
