@@ -223,7 +223,7 @@ def test_a_loss_that_was_not_finite(tmp_path: Path, baseline: str) -> None:
     run = make_run(tmp_path / 'run', steps=20, loss=lambda n: [power_law(n), math.nan])
     result = compare([baseline, run])
     assert [entry.passes for entry in result.factors[0]] == [1]
-    assert any('no factor after 2 passes: the last loss was not finite' in note for note in result.notes)
+    assert any('no factor after pass 2: the last loss was not finite' in note for note in result.notes)
 
 
 def test_other_tokenizers_are_compared_by_bytes(tmp_path: Path, baseline: str) -> None:

@@ -71,6 +71,7 @@ def _factors_table(result: 'Comparison') -> list[str]:
 
 def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns padded to equal width, so that the table reads as text too; the first is flush left."""
+    rows = [[cell.replace('|', r'\|') for cell in row] for row in rows]  # a folder's name may hold one
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -85,9 +86,9 @@ def _figures(result: 'Comparison') -> dict[str, Any]:
     from fbt_jax.training.comparison import AXES
 
     def curve(steps_N: Any, axes_AN: Any, loss_KN: Any) -> dict[str, Any]:
-        losses = [[loss if loss == loss else None for loss in row] for row in loss_KN.tolist()]
         named = dict(zip(AXES, axes_AN.tolist(), strict=True))
-        return {'step': steps_N.tolist()} | named | {f'loss_pass_{k}': row for k, row in enumerate(losses, start=1)}
+        losses = {f'loss_pass_{k}': row for k, row in enumerate(loss_KN.tolist(), start=1)}
+        return {'step': steps_N.tolist()} | named | losses
 
     def factor(found: 'Factor') -> dict[str, Any]:
         return {name: None if bound is None else bound._asdict() for name, bound in found._asdict().items()}

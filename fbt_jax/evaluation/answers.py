@@ -113,7 +113,7 @@ def require_math_verify() -> Any:
 
 def _plain(text: str) -> str:
     """LaTeX's ways to write a number, undone."""
-    text = text.replace('\u2212', '-').replace('\\$', '$').replace('{,}', ',').replace('\\!', '')
+    text = text.replace('\u2212', '-').replace('\u2013', '-').replace('\\$', '$').replace('{,}', ',').replace('\\!', '')
     text = text.replace('\\left', '').replace('\\right', '')
     text = re.sub(r'\\[,;: ]|~', '', text)
 

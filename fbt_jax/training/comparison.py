@@ -118,7 +118,7 @@ def compare(workdirs: Sequence[str]) -> Comparison:
         missing = set(range(1, group.loss_SKN.shape[1] + 1)) - {entry.passes for entry in of_passes}
         if missing:
             told = "the last loss was not finite, or the baseline's curve has no such pass"
-            notes.append(f'{group.name}: no factor after {", ".join(map(str, sorted(missing)))} passes: {told}')
+            notes.append(f'{group.name}: no factor after pass {", ".join(map(str, sorted(missing)))}: {told}')
     return Comparison(unit, groups, found, notes)
 
 
