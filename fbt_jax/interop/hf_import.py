@@ -41,6 +41,7 @@ from fbt_jax.interop.hf_compare import (
 from fbt_jax.interop.hf_tokenizer import probes
 from fbt_jax.interop.hf_weights import FAMILIES, Weights, model_config, params_of, places, require_all
 from fbt_jax.training.checkpoint import Checkpoints
+from fbt_jax.training.integrity import quiet_failures
 from fbt_jax.training.run_folder import Tally, data_folder, record_config
 
 TOKENIZER = 'tokenizer.json'
@@ -260,7 +261,7 @@ def _write(folder: Path, name: str, config: Config, params: Any) -> None:
     """The run at step 0, and the config of what goes on from it."""
     data = open_data(config, data_folder(str(folder)))
     record_config(str(folder), config, data)
-    with Checkpoints(str(folder), keep=1) as checkpoints:
+    with quiet_failures(), Checkpoints(str(folder), keep=1) as checkpoints:
         state = {'params': jax.tree.map(jnp.asarray, params), 'step': jnp.zeros((), jnp.int32)}
         checkpoints.save(0, state, data_iterator=data.train_iterator(), meta=Tally()._asdict())
     replace(folder / 'config.py', _continuing(name, config))

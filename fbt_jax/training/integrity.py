@@ -24,9 +24,9 @@ _NOT_DAMAGE_STATUS = ('UNAVAILABLE', 'DEADLINE_EXCEEDED', 'PERMISSION_DENIED', '
 
 @contextlib.contextmanager
 def quiet_failures() -> Iterator[None]:
-    """Hides the pages of traceback that the abandoned reads of a damaged step print beside the error that is raised.
+    """Hides the pages of traceback that abandoned reads, or writes to a full disk, print beside the error raised.
 
-    What they print when they are freed ends with this context. A read that TensorStore's threads finish after their
+    What they print when they are freed ends with this context. One that TensorStore's threads finish after their
     event loop was closed complains whenever that is, so that complaint stays hidden.
     """
     _ignore_late_reads()
