@@ -67,6 +67,15 @@ def test_too_few_positions_are_refused() -> None:
         iterated(model, make_params(model), passes=32)
 
 
+def test_a_pass_that_is_not_finite_is_told() -> None:
+    zeros = np.zeros((PASSES, 8))
+    update = zeros.copy()
+    update[3:, 2] = np.inf
+    parts = zeros, update, zeros, np.full(8, 100.0)
+    with pytest.raises(RuntimeError, match='from pass 4 on, losses or states are not finite'):
+        iterate(lambda *_: parts, None, [BATCH], passes=PASSES)
+
+
 def test_memory_does_not_grow_with_the_passes() -> None:
     """No intermediate of 1000 passes is larger than the largest of 10."""
     model = make_model()

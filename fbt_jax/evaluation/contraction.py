@@ -92,7 +92,7 @@ def make_iteration(model: Any, *, num_passes: int) -> Callable[[Any, Batch], Any
 
 
 def iterate(iteration: Callable[[Any, Batch], Any], params: Any, batches: Iterable[Batch], *, passes: int) -> Iterated:
-    """Raises UserError where too few positions or rows can be judged."""
+    """Raises UserError where too few positions or rows can be judged, RuntimeError where a pass leaves the numbers."""
     parts = [[np.asarray(x, np.float64) for x in iteration(params, batch)] for batch in batches]
     found = Iterated(*(np.concatenate(x, axis=-1) for x in zip(*parts, strict=True)))
     found = Iterated(*(x[..., found.judged_R > 0] for x in found))
@@ -102,6 +102,9 @@ def iterate(iteration: Callable[[Any, Batch], Any], params: Any, batches: Iterab
             f'--passes={passes}: only {positions} positions in {rows} rows lie further than that into their document, '
             f'where a pass can still change them; {MIN_POSITIONS} in {MIN_ROWS} rows are needed: iterate fewer passes'
         )
+    finite_K = np.isfinite(np.stack(found[:-1])).all(axis=(0, 2))
+    if not finite_K.all():
+        raise RuntimeError(f'from pass {finite_K.argmin() + 1} on, losses or states are not finite')
     return found
 
 
