@@ -41,7 +41,7 @@ def held(folder: str | Path, name: str, busy: str) -> Iterator[None]:
         os.close(handle)
 
 
-def as_json(value: Any, *, indent: int | None = None) -> str:
+def to_json(value: Any, *, indent: int | None = None) -> str:
     """Null stands for what is not finite: JSON has no number for it."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 

@@ -9,8 +9,9 @@ r"""Texts to train a model on what `fbt diagnose --probes` asks of it: the three
         --config.training.steps=1200 --config.training.eval_every=300
     fbt diagnose --workdir=runs/probing --probes --plot=probes.png
 
-Only answers count in the loss. Texts are drawn freely, not in the probes' groups and pairs, and have up to 30 fillers.
-With `--fillers=256` and `--config.data.seq_len=1024 --config.data.batch_size=8`, those of the paper's longest settings.
+Only answers count in the loss. Texts are drawn freely, not in the probes' groups and pairs, with up to 30
+fillers after what is asked for; with `--fillers=256` (and `--config.data.seq_len=1024 --config.data.batch_size=8`) they
+are as long as the paper's longest.
 """
 
 import argparse
@@ -63,9 +64,11 @@ def example(rng: random.Random, most_fillers: int) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, required=True, metavar='DIR', help='folder to write to')
-    parser.add_argument('--fillers', type=int, default=30, help='at most in a text (default: %(default)s)')
+    parser.add_argument('--fillers', type=int, default=30, help='at most, after what is asked for (%(default)s)')
     parser.add_argument('--seed', type=int, default=1)
     args = parser.parse_args()
+    if args.fillers < 1:
+        parser.error(f'--fillers={args.fillers}: must be at least 1')
     args.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(args.seed)
     for split, count in (('train', 60_000), ('held_out', 600)):

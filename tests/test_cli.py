@@ -92,6 +92,29 @@ def test_the_installed_command_is_the_module() -> None:
 # Mistakes that cost nothing
 
 
+def test_a_signal_sent_twice_at_once_lets_the_clean_up_end() -> None:
+    code = """
+import os, signal, time
+from fbt_jax import cli
+def work(args, rest):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.2)
+        print('cleaned up')
+from fbt_jax.cli import compare
+compare.run = work
+import sys
+sys.argv = ['fbt', 'compare', 'a', 'b']
+cli.main()
+"""
+    result = python(code)
+    assert (result.returncode, result.stdout) == (143, 'cleaned up\n')
+    assert result.stderr == 'fbt compare: ended by SIGTERM\n'
+
+
 def test_the_harness_s_command_without_the_harness() -> None:
     """As where the extra is not installed."""
     code = "import runpy, sys; sys.modules['lm_eval'] = None; runpy.run_module({!r}, run_name={!r})"

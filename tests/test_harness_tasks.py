@@ -277,6 +277,34 @@ def test_examples_and_limits_are_the_harness_s(tmp_path: Path, lengths: type[Len
             assert len({text.split('\n')[0] for text in questions_of}) == len(questions_of) == 4
 
 
+@pytest.mark.parametrize('name', ['piqa', 'arc_easy', 'gsm8k_cot'])
+def test_examples_are_those_of_the_harness_itself(name: str, tmp_path: Path, manager: TaskManager) -> None:
+    """With a split of examples, or examples in the task: nothing but the place of the data is ours."""
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    rows = {
+        'piqa': [ROWS['piqa'][1] | {'goal': f'Open {n}'} for n in range(20)],
+        'arc_easy': questions('ABC' * 6),
+        'gsm8k_cot': [{'question': f'{n} and 1?', 'answer': f'#### {n + 1}'} for n in range(20)],
+    }[name]
+    scored = 'validation' if name == 'piqa' else 'test'
+    folder = write(tmp_path, name, **{scored: rows[:10], 'train': rows[10:]})
+    files = local_files(name, str(folder))
+    assert files is not None
+    config = load_yaml(manager.task_index[name].yaml_path)
+    theirs = ConfigurableTask(
+        config=config | {'dataset_path': 'json', 'dataset_name': None, 'dataset_kwargs': {'data_files': files.files}}
+    )
+    prompts = []
+    for task in (load_task(manager, name, files), theirs):
+        task.set_fewshot_seed(1234)
+        prompts.append([task.fewshot_context(doc, 3) for doc in task.eval_docs])
+    assert prompts[0] == prompts[1]
+    if name == 'gsm8k_cot':
+        assert prompts[0][0].count(' and 1?') == 1  # none of the rows is an example
+
+
 def test_modes_may_be_added_and_left_out(tmp_path: Path, lengths: type[Lengths]) -> None:
     files = write(tmp_path / 'files', 'arc_easy', test=questions('AB'))
     (tmp_path / 'out').mkdir()
@@ -317,6 +345,12 @@ doc_to_target: answer
 metric_list:
   - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
   - {metric: acc, aggregation: mean, higher_is_better: true}
+""",
+    'wanting': """
+output_type: loglikelihood
+fewshot_split: test
+num_fewshot: 5
+doc_to_target: answer
 """,
     'gsm8k': """
 output_type: loglikelihood
@@ -364,6 +398,7 @@ def test_what_the_harness_would_leave_out_or_mix_up_is_refused(made_tasks: str, 
         (['zero'], {'shots': 2}, '--shots=2: zero takes no examples, by its own definition'),
         (['clashing'], {}, '--tasks: clashing: holds gsm8k, which is generated and judged here: --tasks=gsm8k'),
         (['likely'], {'shots': 3}, '--shots=3: likely has 2 examples'),
+        (['wanting'], {}, 'wanting takes 5: wanting has 2 examples'),
     ):
         with pytest.raises(UserError, match=f'^{re.escape(told)}$'):
             evaluate(make_run(), names, Settings(tuple(names), ('soft',), made_tasks, **changes), tmp_path, {})

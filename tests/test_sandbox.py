@@ -16,7 +16,7 @@ import pytest
 from helpers_e2e import ROOT
 
 from fbt_jax.errors import UserError
-from fbt_jax.evaluation import sandbox
+from fbt_jax.evaluation import sandbox, sandbox_child
 from fbt_jax.evaluation.sandbox import Outcome, require_sandbox, run_program
 
 MARK = f'sandbox_child_{os.getpid()}.py'  # in the command lines of our own sandboxes alone
@@ -129,6 +129,35 @@ def test_sockets_and_keys_that_no_namespace_confines_are_refused() -> None:
         for name, number in calls.items():
             call = f'import ctypes; c = ctypes.CDLL(None, use_errno=True); r = c.syscall({number}, 0, -3, 0, 0, 0)'
             assert quick(f'{call}; assert (r, ctypes.get_errno()) == (-1, 1)') == ('passed', ''), name
+
+
+@pytest.mark.parametrize('machine', ['x86_64', 'aarch64'])
+def test_the_filter_refuses_these_calls_and_no_others(machine: str) -> None:
+    """Its lines, run here: loads, jumps and returns as the kernel's manual has them."""
+
+    def verdict(call: int, family: int, mark: int) -> int:
+        data, lines, at, value = {0: call, 4: mark, 16: family}, sandbox_child.filter_lines(machine), 0, 0
+        while True:
+            code, yes, no, number = lines[at]
+            if code == 0x06:
+                return number
+            if code == 0x20:
+                value = data[number]
+                at += 1
+            else:
+                at += 1 + (yes if (value == number if code == 0x15 else value >= number) else no)
+
+    mark, socket_call = {'x86_64': (0xC000003E, 41), 'aarch64': (0xC00000B7, 198)}[machine]
+    refused = {  # asm/unistd_64.h, asm-generic/unistd.h
+        'x86_64': {29, 68, 248, 249, 250, 319, 425, 447},
+        'aarch64': {186, 194, 217, 218, 219, 279, 425, 447},
+    }[machine]
+    for call in range(600):
+        assert (verdict(call, 1, mark) == 0x50001) == (call in refused), call
+    families = [verdict(socket_call, family, mark) for family in range(46)]
+    assert [n for n, said in enumerate(families) if said == 0x7FFF0000] == [1, 2, 10]
+    assert verdict(0x40000000 + 1, 1, mark) == 0x50001
+    assert verdict(1, 1, mark + 1) == 0x80000000
 
 
 def test_memory_is_limited() -> None:

@@ -12,18 +12,16 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from fbt_jax.errors import UserError
+from fbt_jax.errors import REPEAT_SECONDS, SIGNALLED, Ended, UserError
 
 VERBS = ('train', 'generate', 'evaluate', 'diagnose', 'plan', 'bench', 'data', 'export', 'import', 'compare', 'report')
-
-
-SIGNALLED = 128  # and the signal's number
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         module.add_arguments(verb)
     args, rest = parser.parse_known_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors='replace')  # what a terminal has no letter for ends no work
+    alone = argv is None  # a process of its own, not somebody's call
+    if alone and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == 'strict':
+        sys.stdout.reconfigure(errors='replace')  # what a terminal has no letter for ends no work
     try:
         with _signals_as_exceptions():
             return modules[args.verb].run(args, rest)
@@ -64,30 +62,29 @@ def main(argv: list[str] | None = None) -> int:
         status, what = 130, 'interrupted'
     except Ended as ended:
         status, what = ended.status, str(ended)
-    print(f'fbt {args.verb}: {what}', file=sys.stderr)
-    if status > SIGNALLED and argv is None:
+    with suppress(OSError):  # of a terminal that has hung up
+        print(f'fbt {args.verb}: {what}', file=sys.stderr)
+    if status > SIGNALLED and alone:
         # A thread in which XLA works would crash the process as the interpreter unloads.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
         os._exit(status)
     return status
 
 
-class Ended(BaseException):
-    """A signal came that ends the command: whatever is on the way is cleaned up first."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f'ended by {signal.Signals(number).name}')
-        self.status = SIGNALLED + number
-
-
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP as SIGINT is: the first is an exception, the next ends at once. What is ignored stays so."""
+    """SIGTERM and SIGHUP as SIGINT is. A later one ends at once, see REPEAT_SECONDS; what is ignored stays so."""
+    first: list[float] = []
 
-    def end(number: int, _: FrameType | None) -> NoReturn:
-        signal.signal(number, signal.SIG_DFL)
-        raise Ended(number)
+    def end(number: int, _: FrameType | None) -> None:
+        if not first:
+            first.append(time.monotonic())
+            raise Ended(number)
+        if time.monotonic() - first[0] > REPEAT_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     taken = []
     if threading.current_thread() is threading.main_thread():
@@ -119,7 +116,7 @@ def processes() -> Iterator[None]:
         peers.leave(stopped.status)
         peers.exit_now(stopped.status)
     except BaseException as error:
-        status = getattr(error, 'status', 2 if isinstance(error, UserError) else 1)
+        status = error.status if isinstance(error, Ended) else 2 if isinstance(error, UserError) else 1
         if peers.count() > 1:
             print(f'fbt: {peers.prefix()}{type(error).__name__}: {error}', file=sys.stderr)
             peers.exit_now(status)

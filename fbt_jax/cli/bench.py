@@ -14,7 +14,7 @@ from pathlib import Path
 from fbt_jax.cli import config_overrides, require_outputs
 from fbt_jax.config_file import load_config_file
 from fbt_jax.errors import UserError
-from fbt_jax.files import as_json
+from fbt_jax.files import to_json
 
 HELP = 'time the train step on the devices present'
 
@@ -72,5 +72,5 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         figures = result._asdict() | {'device': device, 'devices': jax.device_count()}
         figures['timings'] = [t._asdict() for t in result.timings]
         figures['decoding'] = None if decoding is None else decoding._asdict()
-        Path(args.json).write_text(as_json(figures, indent=2) + '\n')
+        Path(args.json).write_text(to_json(figures, indent=2) + '\n')
     return 0

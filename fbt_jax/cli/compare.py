@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fbt_jax.cli import no_more_arguments, require_outputs
-from fbt_jax.files import as_json
+from fbt_jax.files import to_json
 
 if TYPE_CHECKING:
     from fbt_jax.training.comparison import Comparison, Factor
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         print('', *_factors_table(result), sep='\n')
     print('', *(f'- {note}' for note in result.notes), sep='\n')
     if args.json:
-        Path(args.json).write_text(as_json(_figures(result), indent=2) + '\n')
+        Path(args.json).write_text(to_json(_figures(result), indent=2) + '\n')
     if args.plot:
         _draw(args.plot, result)
     return 0

@@ -19,7 +19,7 @@ from typing import Any
 
 from fbt_jax.cli import no_more_arguments, processes, require_outputs
 from fbt_jax.errors import UserError
-from fbt_jax.files import as_json
+from fbt_jax.files import to_json
 
 HELP = 'iterates the feedback map: contracting or diverging'
 PASSES = 30
@@ -74,6 +74,6 @@ def _give(
         return
     print(*lines(figures), sep='\n')
     if args.json:
-        Path(args.json).write_text(as_json(figures, indent=2) + '\n')
+        Path(args.json).write_text(to_json(figures, indent=2) + '\n')
     if args.plot:
         draw(args.plot, figures)

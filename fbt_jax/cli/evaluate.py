@@ -24,7 +24,7 @@ from typing import Any
 
 from fbt_jax.cli import no_more_arguments, processes, require_outputs
 from fbt_jax.errors import UserError
-from fbt_jax.files import as_json
+from fbt_jax.files import to_json
 
 HELP = 'validation loss after each number of passes'
 
@@ -104,7 +104,7 @@ def _run_tasks(args: argparse.Namespace) -> int:
         if is_primary():
             print(*task_lines(figures), sep='\n')
             if args.json:
-                Path(args.json).write_text(as_json(figures, indent=2) + '\n')
+                Path(args.json).write_text(to_json(figures, indent=2) + '\n')
     return 0
 
 
@@ -156,7 +156,7 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
         if len(scored.by_set) > 1:
             parts = scored.by_set.items()
             figures['sets'] = {name: _figures(args.workdir, step, part, passes, args.soft) for name, part in parts}
-        Path(args.json).write_text(as_json(figures, indent=2) + '\n')
+        Path(args.json).write_text(to_json(figures, indent=2) + '\n')
     if args.plot:
         from fbt_jax.evaluation.plots import draw_run
 

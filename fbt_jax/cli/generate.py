@@ -14,7 +14,7 @@ from typing import Any
 
 from fbt_jax.cli import no_more_arguments, processes
 from fbt_jax.errors import UserError
-from fbt_jax.files import as_json
+from fbt_jax.files import to_json
 
 HELP = 'continue texts, with latent feedback or without'
 
@@ -127,6 +127,6 @@ def _answer(args: argparse.Namespace, trained: Any, prompts: list[str], tell: bo
             if args.json:
                 told = {'prompt': prompt, 'text': text, 'tokens': result.tokens[row]}
                 told |= {'log_probs': result.log_probs[row], 'finished': result.finished[row], 'mode': args.mode}
-                print(as_json(told))
+                print(to_json(told))
             else:
                 print(f'--- {prompt!r}, sample {row % args.num_samples + 1}\n{text}')

@@ -14,7 +14,7 @@ from pathlib import Path
 from fbt_jax.cli import config_overrides, require_outputs
 from fbt_jax.config_file import load_config_file
 from fbt_jax.errors import UserError
-from fbt_jax.files import as_json
+from fbt_jax.files import to_json
 
 HELP = 'what a run would cost on an accelerator, compiled without one'
 
@@ -74,5 +74,5 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         print(*plan.lines(config, costs, chip, len(devices)), sep='\n')
         figures = plan.as_json(config, costs, chip)
     if args.json:
-        Path(args.json).write_text(as_json(figures, indent=2) + '\n')
+        Path(args.json).write_text(to_json(figures, indent=2) + '\n')
     return 0

@@ -5,8 +5,8 @@
 
 The same command again resumes from the newest complete checkpoint. --config.SECTION.KEY=VALUE overrides any key of the
 config; fbt_jax/config.py lists them all. As one of several
-processes where the environment says so: launch/README.md. SIGTERM and SIGINT save a checkpoint and leave with status
-143 or 130.
+processes where the environment says so: launch/README.md. SIGTERM, SIGINT and SIGHUP save a checkpoint and
+leave with status 143, 130 or 129.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-from fbt_jax.files import as_json
+from fbt_jax.files import to_json
 
 HERE = Path(__file__).parent
 TABLE_ROWS = 60  # of a figure's table; a longer curve shows that many of its points, evenly spread
@@ -161,7 +161,7 @@ def _plotly() -> str:
 
 def _json(value: Any) -> str:
     """For a script element: nothing in it can end that, and what isn't finite is null."""
-    text = as_json(value)
+    text = to_json(value)
     return text.replace('<', '\\u003c').replace('>', '\\u003e').replace('&', '\\u0026')
 
 

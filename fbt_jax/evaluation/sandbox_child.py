@@ -36,7 +36,7 @@ CALLS = {
     'x86_64': (0xC000003E, 41, 29, 68, 319, 447, 248, 249, 250, 425),
     'aarch64': (0xC00000B7, 198, 194, 186, 279, 447, 217, 218, 219, 425),
 }
-FAMILIES = (1, 2, 10)  # sockets that a network namespace confines: Unix, IPv4, IPv6
+FAMILIES = (1, 2, 10)  # of sockets that the namespaces confine: Unix, IPv4, IPv6
 
 SYSTEM = ('usr', 'lib', 'lib64', 'bin', 'etc/ld.so.cache', 'etc/localtime')
 DEVICES = ('dev/null', 'dev/zero', 'dev/random', 'dev/urandom')
@@ -220,6 +220,14 @@ def filter_calls() -> None:
     machine = os.uname().machine
     if machine not in CALLS:
         raise OSError(f'no numbers of system calls are known for {machine}')
+    lines = filter_lines(machine)
+    code = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *line) for line in lines))
+    program = ctypes.create_string_buffer(struct.pack('HP', len(lines), ctypes.addressof(code)))
+    check(LIBC.prctl(SECCOMP, FILTER, program, 0, 0), 'prctl')
+
+
+def filter_lines(machine: str) -> list[tuple[int, int, int, int]]:
+    """The filter as a program of the kernel's."""
     mark, socket, *calls = CALLS[machine]
     # Each: what to do, how many lines to skip if so, how many if not, with which number.
     lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, mark), (RETURN, 0, 0, KILLED), (LOAD, 0, 0, 0)]
@@ -230,10 +238,7 @@ def filter_calls() -> None:
     lines += [(EQUAL, 0, refused - len(lines), socket), (LOAD, 0, 0, FIRST_ARGUMENT)]
     for family in FAMILIES:
         lines.append((EQUAL, refused - len(lines), 0, family))
-    lines += [(RETURN, 0, 0, REFUSED), (RETURN, 0, 0, ALLOWED)]
-    code = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *line) for line in lines))
-    program = ctypes.create_string_buffer(struct.pack('HP', len(lines), ctypes.addressof(code)))
-    check(LIBC.prctl(SECCOMP, FILTER, program, 0, 0), 'prctl')
+    return [*lines, (RETURN, 0, 0, REFUSED), (RETURN, 0, 0, ALLOWED)]
 
 
 def run(program: str, tell: Teller) -> NoReturn:

@@ -76,7 +76,7 @@ def plan_harness(names: list[str], settings: Settings) -> Plan:
     loaded = {leaf: load_task(manager, leaf, local) for leaf, local in files.items()}
     for leaf, task in loaded.items():
         _require_rows(task, leaf, settings.limit)
-        _require_examples(task, leaf, settings.shots or 0)
+        _require_examples(task, leaf, settings.shots)
     return Plan(manager, members, files, loaded)
 
 
@@ -131,7 +131,9 @@ def _evaluate_leaf(run: Run, plan: Plan, leaf: str, settings: Settings, out: Pat
             records[mode].write(_records(leaf, mode, results, task.aggregation()))
 
 
-def _require_examples(task: Any, leaf: str, shots: int) -> None:
+def _require_examples(task: Any, leaf: str, shots: int | None) -> None:
+    told = f'{leaf} takes {task.config.num_fewshot}' if shots is None else f'--shots={shots}'
+    shots = task.config.num_fewshot if shots is None else shots
     if not shots:
         return
     if task.config.num_fewshot == 0:  # which the harness leaves at that, whatever is asked for
@@ -142,7 +144,7 @@ def _require_examples(task: Any, leaf: str, shots: int) -> None:
         # They are the items themselves, and none, nor what is equal to it, is an example of its own.
         found -= max(collections.Counter(json.dumps(doc, sort_keys=True, default=str) for doc in examples).values())
     if found < shots:
-        raise UserError(f'--shots={shots}: {leaf} has {found} examples')
+        raise UserError(f'{told}: {leaf} has {found} examples')
 
 
 def _require_rows(task: Any, leaf: str, limit: int | None) -> None:
@@ -198,10 +200,12 @@ def load_task(manager: Any, leaf: str, files: Local | None) -> Any:
         config = load_yaml(manager.task_index[leaf].yaml_path)
         config |= {'dataset_path': files.kind, 'dataset_name': None, 'dataset_kwargs': {'data_files': files.files}}
         config |= {key: None for key in SPLIT_KEYS if config.get(key) not in files.files}
-        # The harness takes an item out of the examples only where they come from a split named so.
-        config['test_split'] = config['test_split'] or config['validation_split']
-        others = (config['fewshot_split'], config['training_split'], config['validation_split'])
-        config['fewshot_split'] = next(filter(None, others), config['test_split'])
+        scored, *sources = (config[f'{use}_split'] for use in ('test', 'fewshot', 'training', 'validation'))
+        scored = scored or config['validation_split']
+        own = (config.get('fewshot_config') or {}).get('samples')
+        if not own and next(filter(None, sources), scored) == scored:
+            # The harness takes an item out of its own examples only where both splits are named, and alike.
+            config['test_split'] = config['fewshot_split'] = scored
         return ConfigurableTask(config=config)
     except Exception as error:
         # Whatever `datasets` and the functions of a task raise where data are not there, or are none of the task's.

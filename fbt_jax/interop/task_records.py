@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fbt_jax.errors import UserError
-from fbt_jax.files import as_json, replace
+from fbt_jax.files import replace, to_json
 from fbt_jax.inference.decode import MODES
 
 Key = tuple[str, int]  # item, sample
@@ -52,13 +52,13 @@ class Records:
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
         with self._path.open('a') as file:
-            file.write(''.join(as_json(record) + '\n' for record in records))
+            file.write(''.join(to_json(record) + '\n' for record in records))
             file.flush()
             os.fsync(file.fileno())
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """All of them at once, or, after a kill, none."""
-        replace(self._path, ''.join(as_json(record) + '\n' for record in records))
+        replace(self._path, ''.join(to_json(record) + '\n' for record in records))
 
 
 def require_settings(out: Path, task: str, settings: dict[str, Any], *, fused_passes: int | None) -> None:
@@ -85,7 +85,8 @@ def _require(path: Path, modes: tuple[str, ...], what: str, settings: dict[str, 
     except (OSError, ValueError):
         old = None
     if not isinstance(old, dict):
-        raise UserError(f'{path}: is damaged, so what the records of {what} depend on is not known. Use another --out')
+        state = 'is damaged' if path.exists() else 'is missing'
+        raise UserError(f'{path}: {state}, so what the records of {what} depend on is not known. Use another --out')
     changed = [
         f'{k} was {old.get(k)!r}, now {settings.get(k)!r}'
         for k in sorted(old.keys() | settings.keys())

@@ -103,7 +103,7 @@ def compare(workdirs: Sequence[str]) -> Comparison:
     for curve in curves:
         for note in curve.notes:
             of_curves.setdefault(note.removeprefix(curve.workdir), []).append(curve.workdir)
-    notes += [', '.join(workdirs) + text for text, workdirs in of_curves.items()]
+    notes += [', '.join(names) + text for text, names in of_curves.items()]
     notes += [_interval_note(groups[0], group) for group in groups[1:]]
     if len(groups) == 1:
         notes.append('no factor: all runs are the baseline, with another seed')

@@ -7,6 +7,7 @@ one step late, so that the device never waits for the host. Every process runs t
 terminal) is the primary's.
 """
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -69,7 +70,7 @@ def train(config: Config, workdir: str) -> None:
 
     Raises:
       UserError: a user's mistake, one line.
-      Stopped: SIGTERM or SIGINT came; a checkpoint was saved, and the person told.
+      Stopped: SIGTERM, SIGINT or SIGHUP came; a checkpoint was saved, and the person told.
       RuntimeError: a save failed, no checkpoint can be read, or ten steps in a row were not finite.
     """
     require_path(workdir)
@@ -166,7 +167,9 @@ class _Trainer:
             except Stopped as stopped:
                 self._save(int(self.state.step))
                 self.checkpoints.wait()
-                say(f'{stopped}: checkpoint {int(self.state.step)} saved in {self.workdir}; the same command resumes')
+                saved = f'checkpoint {int(self.state.step)} saved in {self.workdir}'
+                with contextlib.suppress(OSError):  # of a terminal that has hung up
+                    say(f'{stopped}: {saved}; the same command resumes')
                 raise
             finally:
                 self._stop_profile()
@@ -378,7 +381,8 @@ class _Trainer:
         try:
             self._print_final_table()
         except Stopped as stopped:
-            say(f'{stopped}: the run in {self.workdir} is complete; the same command prints its table')
+            with contextlib.suppress(OSError):
+                say(f'{stopped}: the run in {self.workdir} is complete; the same command prints its table')
             raise
 
     def _print_final_table(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from fbt_jax.files import as_json
+from fbt_jax.files import to_json
 
 Row = dict[str, Any]
 Scalar = float | np.ndarray | jax.Array
@@ -224,7 +224,7 @@ def _is_row(row: Any) -> bool:
 
 
 def _line(row: Row) -> str:
-    return as_json(row) + '\n'
+    return to_json(row) + '\n'
 
 
 def _replace_file(path: Path, rows: Sequence[Row]) -> None:

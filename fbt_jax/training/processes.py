@@ -6,8 +6,10 @@ wait for peers; the others see a broken collective or, where they wait for somet
 end with a non-zero status within HEARTBEAT_SECONDS and a few more.
 """
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -78,6 +80,11 @@ def join() -> None:
     alarm = threading.Timer(seconds, _give_up, [missing])
     alarm.daemon = True
     alarm.start()
+    # It waits where no Python handler is called. The service that it starts takes SIGTERM over, for good.
+    hang_up = signal.getsignal(signal.SIGHUP)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     try:
         jax.distributed.initialize(
             **arguments,  # type: ignore[arg-type]
@@ -86,6 +93,7 @@ def join() -> None:
         )
     finally:
         alarm.cancel()
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 def _give_up(line: str) -> NoReturn:
@@ -177,6 +185,7 @@ def leave(status: int) -> None:
 
 def exit_now(status: int) -> NoReturn:
     """Ends the process without its exit handlers, which would wait for peers or for a thread that compiles."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # of a terminal that has hung up
+            stream.flush()
     os._exit(status)

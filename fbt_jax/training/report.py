@@ -165,7 +165,10 @@ def _map(asked: Asked, trained: Run | None) -> tuple[dict[str, Any] | None, list
 
     def make() -> list[Block]:
         _require_feedback(_require_sound(trained))
-        found.append(diagnosis.contraction_figures(asked.workdir, passes=asked.passes, step=asked.step))
+        try:
+            found.append(diagnosis.contraction_figures(asked.workdir, passes=asked.passes, step=asked.step))
+        except RuntimeError as error:  # a pass leaves the numbers
+            raise UserError(str(error)) from None
         figures = found[0]
         read = (
             f'{figures["positions"]:,} positions of {figures["rows"]} validation rows, each more than '

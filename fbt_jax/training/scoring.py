@@ -58,11 +58,12 @@ def score(
         passes, soft = [1], False
     if soft and not trained.trained_feedback:
         raise UserError(f'--soft: {workdir} was trained without feedback')
-    passes = passes or list(range(1, config.passes.max_passes + 3 if config.model.fusion != 'none' else 2))
+    most = config.data.seq_len  # after as many passes as positions all states are final
+    usual = min(config.passes.max_passes + 2, most) if config.model.fusion != 'none' else 1
+    passes = passes or list(range(1, usual + 1))
     if max(passes) > 1 and config.model.fusion == 'none':
         told = f'--passes={",".join(map(str, passes))}'
         raise UserError(f'{told}: {workdir} was trained without feedback; only 1 is possible')
-    most = config.data.seq_len  # after as many passes as positions all states are final
     require(max(passes) <= most, '--passes', max(passes), f'must be at most {most}, the rows of {workdir}')
     data = open_data(config, data_folder(workdir), held_out_only=True)
     require_data(workdir, data)

@@ -2,7 +2,7 @@
 not one that comes within REPEAT_SECONDS: Slurm sends SIGTERM twice within milliseconds.
 
 With several processes JAX's preemption service takes the SIGTERM that any of them gets, and makes all stop at the same
-poll, so that they save the same step; SIGINT counts as SIGTERM then. Every process must poll equally often.
+poll, so that they save the same step; SIGINT and SIGHUP count as SIGTERM then. Every process must poll equally often.
 """
 
 import os
@@ -16,15 +16,15 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-REPEAT_SECONDS = 2
+from fbt_jax.errors import REPEAT_SECONDS, SIGNALLED
 
 
 class Stopped(Exception):
-    """The run was told to stop; `status` is the command's exit status, 128 + the signal's number."""
+    """The run was told to stop; `status` is the command's exit status."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f'stopped by {signal.Signals(number).name}')
-        self.status = 128 + number
+        self.status = SIGNALLED + number
 
 
 class StopSignals:
@@ -37,14 +37,14 @@ class StopSignals:
         self._since = 0.0
 
     def __enter__(self) -> 'StopSignals':
+        # Under nohup SIGHUP is ignored, and stays so.
+        hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
         if jax.process_count() > 1:
-            self._previous[signal.SIGINT] = signal.signal(
-                signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-            )
+            for number in (signal.SIGINT, *hang_up):
+                self._previous[number] = signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         elif threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                    self._previous[number] = signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
