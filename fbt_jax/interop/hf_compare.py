@@ -32,6 +32,16 @@ from fbt_jax.passes import multi_pass
 NEEDED = ('torch', 'transformers', 'safetensors')
 TOLERANCE = 1e-4  # of logits
 NO_ROOM = 2**20  # bytes
+# Runs a script that ends with its parent, however that ends; `subprocess` sees to it only once the script has begun.
+_LEASHED = """
+import ctypes, os, runpy, signal, sys
+if sys.platform == 'linux':
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit()
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
 
 
 def require_packages(what: str, *more: str) -> None:
@@ -115,7 +125,7 @@ def run_script(name: str, *arguments: Any, scratch: Path) -> str:
         'HF_HUB_OFFLINE': '1',
     }  # nothing is looked up elsewhere
     script = str(resources.files('fbt_jax.interop') / name)
-    command = [sys.executable, '-P', script, *map(str, arguments)]
+    command = [sys.executable, '-P', '-c', _LEASHED, str(os.getpid()), script, *map(str, arguments)]
     result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode < 0:
         raise RuntimeError(f'transformers was ended by {signal.Signals(-result.returncode).name}: too little memory?')
