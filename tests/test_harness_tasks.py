@@ -1,133 +1,25 @@
-"""Tasks of lm-evaluation-harness from local files, offline: rows made up in the public layouts, scores by hand."""
+"""Scores and records of lm-evaluation-harness's tasks, offline, by hand; what is refused before anything is scored."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
-
-os.environ['HF_HUB_OFFLINE'] = '1'  # read when the harness's libraries are imported
 
 import numpy as np
 import pytest
 from helpers_data import write_jsonl
 from helpers_e2e import TEXT, finish, start, train, write_config
+from helpers_harness import LM, ROWS, TaskManager, datasets, questions, write
 from helpers_run import make_run
 from test_e2e_processes import environments
 
 from fbt_jax.errors import UserError
 from fbt_jax.evaluation.task_scores import harness_scores, mcnemar
-
-pytest.importorskip('lm_eval')
-import datasets
-from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
-
 from fbt_jax.interop import harness_tasks
 from fbt_jax.interop.harness_tasks import load_task, local_files, plan_harness
 from fbt_jax.interop.task_records import Records
 from fbt_jax.interop.task_settings import Settings
 from fbt_jax.interop.task_tables import task_lines
-
-COLOURS = {'text': ['red', 'blue', 'yellowish'], 'label': ['A', 'B', 'C']}
-# Of each task: the split that it scores, a row in the public layout; then by hand its prompt, choices and target.
-ROWS: dict[str, tuple[str, dict[str, Any], str, Any, Any]] = {
-    'arc_easy': (
-        'test',
-        {'id': 'x', 'question': 'Which is like the sky?', 'choices': COLOURS, 'answerKey': 'B'},
-        'Question: Which is like the sky?\nAnswer:',
-        ['red', 'blue', 'yellowish'],
-        1,
-    ),
-    'piqa': (
-        'validation',
-        {'goal': 'Open a jar', 'sol1': 'Twist the lid', 'sol2': 'Sing to it', 'label': 0},
-        'Question: Open a jar\nAnswer:',
-        ['Twist the lid', 'Sing to it'],
-        0,
-    ),
-    'hellaswag': (
-        'validation',
-        {
-            'ind': 1,
-            'activity_label': 'Baking',
-            'ctx_a': 'She mixes flour.',
-            'ctx_b': 'then she',
-            'ctx': 'She mixes flour. then she',
-            'endings': ['bakes it.', 'flies.', 'sings.', 'sleeps for a week.'],
-            'label': '0',
-        },
-        'Baking: She mixes flour. Then she',
-        ['bakes it.', 'flies.', 'sings.', 'sleeps for a week.'],
-        0,
-    ),
-    'winogrande': (
-        'validation',
-        {
-            'sentence': 'The cup missed the bag because _ was small.',
-            'option1': 'the cup',
-            'option2': 'the bag',
-            'answer': '2',
-        },
-        1,
-        ['The cup missed the bag because the cup', 'The cup missed the bag because the bag'],
-        'was small.',
-    ),
-    'boolq': (
-        'validation',
-        {'question': 'is grass green', 'passage': 'Grass is green.', 'idx': 0, 'label': 1},
-        'Grass is green.\nQuestion: is grass green?\nAnswer:',
-        ['no', 'yes'],
-        1,
-    ),
-    'openbookqa': (
-        'test',
-        {'id': 'x', 'question_stem': 'The sky is', 'choices': COLOURS, 'answerKey': 'B'},
-        'The sky is',
-        ['red', 'blue', 'yellowish'],
-        1,
-    ),
-    'copa': (
-        'validation',
-        {
-            'premise': 'It rained.',
-            'choice1': 'We sang.',
-            'choice2': 'We got wet.',
-            'question': 'effect',
-            'idx': 0,
-            'label': 1,
-        },
-        'It rained therefore',
-        [' we sang.', ' we got wet.'],
-        ' we got wet.',
-    ),
-    'rte': (
-        'validation',
-        {'sentence1': 'Ann ate an apple.', 'sentence2': 'Ann ate fruit.', 'label': 0, 'idx': 0},
-        'Ann ate an apple.\nQuestion: Ann ate fruit. True or False?\nAnswer:',
-        ['True', 'False'],
-        0,
-    ),
-    'truthfulqa_mc2': (
-        'validation',
-        {
-            'question': 'Can pigs fly?',
-            'mc1_targets': {'choices': ['No', 'Yes'], 'labels': [1, 0]},
-            'mc2_targets': {'choices': ['No', 'Not at all', 'Yes'], 'labels': [1, 1, 0]},
-        },
-        'Q: Can pigs fly?\nA:',
-        ['No', 'Not at all', 'Yes'],
-        0,
-    ),
-    'mmlu_anatomy': (
-        'test',
-        {'question': 'How many thumbs? ', 'subject': 'anatomy', 'choices': ['1', '2', '3', '4'], 'answer': 1},
-        'How many thumbs?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:',
-        ['A', 'B', 'C', 'D'],
-        1,
-    ),
-    'lambada_openai': ('test', {'text': 'She opened the old door'}, 'She opened the old', None, ' door'),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -138,42 +30,6 @@ def no_shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope='module')
 def manager() -> TaskManager:
     return TaskManager()
-
-
-def write(folder: Path, leaf: str, **splits: list[dict[str, Any]]) -> Path:
-    (folder / leaf).mkdir(parents=True, exist_ok=True)
-    for split, rows in splits.items():
-        write_jsonl(folder / leaf / f'{split}.jsonl', rows)
-    return folder
-
-
-@pytest.mark.parametrize('leaf', ROWS)
-def test_local_rows_take_the_place_of_a_download(leaf: str, tmp_path: Path, manager: TaskManager) -> None:
-    split, row, prompt, choices, target = ROWS[leaf]
-    write(tmp_path, leaf, **{split: [row]})
-    files = local_files(leaf, str(tmp_path))
-    assert files == ('json', {split: str(tmp_path / leaf / f'{split}.jsonl')})
-    task = load_task(manager, leaf, files)
-    (doc,) = task.eval_docs
-    told = task.doc_to_text(doc)
-    assert told.endswith(prompt) if isinstance(prompt, str) else told == prompt
-    assert choices is None or list(task.doc_to_choice(doc)) == choices
-    assert task.doc_to_target(doc) == target
-
-
-def test_files_may_be_of_other_kinds(tmp_path: Path, manager: TaskManager) -> None:
-    rows = [ROWS['piqa'][1] | {'goal': f'Open jar {n}'} for n in range(3)]
-    (tmp_path / 'a' / 'piqa').mkdir(parents=True)
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / 'a' / 'piqa' / 'validation.parquet'))
-    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / 'b' / 'piqa' / 'validation'))
-    for name, kind in (('a', 'parquet'), ('b', 'arrow')):
-        files = local_files('piqa', str(tmp_path / name))
-        assert files is not None
-        assert files.kind == kind
-        assert [doc['goal'] for doc in load_task(manager, 'piqa', files).eval_docs] == [r['goal'] for r in rows]
-    write(tmp_path / 'b', 'piqa', train=rows)
-    with pytest.raises(UserError, match='has files of several kinds'):
-        local_files('piqa', str(tmp_path / 'b'))
 
 
 def evaluate(run: Any, names: list[str], asked: Settings, out: Path, made_by: dict[str, Any]) -> dict[str, Any]:
@@ -209,11 +65,6 @@ def lengths(monkeypatch: pytest.MonkeyPatch, manager: TaskManager) -> type[Lengt
     monkeypatch.setattr('lm_eval.tasks.TaskManager', lambda include_path: manager)
     Lengths.asked = 0
     return Lengths
-
-
-def questions(keys: str, number: int = 0) -> list[dict[str, Any]]:
-    row = ROWS['arc_easy'][1]
-    return [row | {'question': f'{number} {n}?', 'answerKey': key} for n, key in enumerate(keys)]
 
 
 def test_scores_and_records_of_a_group(tmp_path: Path, lengths: type[Lengths]) -> None:
@@ -275,34 +126,6 @@ def test_examples_and_limits_are_the_harness_s(tmp_path: Path, lengths: type[Len
         for row in rows:
             questions_of = row['prompt'][0][0].split('\n\n')
             assert len({text.split('\n')[0] for text in questions_of}) == len(questions_of) == 4
-
-
-@pytest.mark.parametrize('name', ['piqa', 'arc_easy', 'gsm8k_cot'])
-def test_examples_are_those_of_the_harness_itself(name: str, tmp_path: Path, manager: TaskManager) -> None:
-    """With a split of examples, or examples in the task: nothing but the place of the data is ours."""
-    from lm_eval.api.task import ConfigurableTask
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    rows = {
-        'piqa': [ROWS['piqa'][1] | {'goal': f'Open {n}'} for n in range(20)],
-        'arc_easy': questions('ABC' * 6),
-        'gsm8k_cot': [{'question': f'{n} and 1?', 'answer': f'#### {n + 1}'} for n in range(20)],
-    }[name]
-    scored = 'validation' if name == 'piqa' else 'test'
-    folder = write(tmp_path, name, **{scored: rows[:10], 'train': rows[10:]})
-    files = local_files(name, str(folder))
-    assert files is not None
-    config = load_yaml(manager.task_index[name].yaml_path)
-    theirs = ConfigurableTask(
-        config=config | {'dataset_path': 'json', 'dataset_name': None, 'dataset_kwargs': {'data_files': files.files}}
-    )
-    prompts = []
-    for task in (load_task(manager, name, files), theirs):
-        task.set_fewshot_seed(1234)
-        prompts.append([task.fewshot_context(doc, 3) for doc in task.eval_docs])
-    assert prompts[0] == prompts[1]
-    if name == 'gsm8k_cot':
-        assert prompts[0][0].count(' and 1?') == 1  # none of the rows is an example
 
 
 def test_modes_may_be_added_and_left_out(tmp_path: Path, lengths: type[Lengths]) -> None:
