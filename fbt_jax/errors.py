@@ -10,7 +10,7 @@ class UserError(ValueError):
     """A user's mistake, told in one line with what would be right. Commands exit with status 2."""
 
 
-class Ended(BaseException):
+class Ended(KeyboardInterrupt):
     """A signal came that ends the command: whatever is on the way is cleaned up first."""
 
     def __init__(self, number: int) -> None:

@@ -2,14 +2,17 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 from helpers_e2e import PLAIN, finish, python, refused, snapshot, start, train, write_config
 
+from fbt_jax import cli
 from fbt_jax.cli import VERBS
 from fbt_jax.training.run_folder import locked
 
@@ -52,6 +55,7 @@ def test_help_is_complete_quick_and_light(arguments: list[str]) -> None:
     assert all(word in result.stdout for word in words)
     code = f"""
 import sys
+import textwrap
 from fbt_jax.cli import main
 try:
     main({arguments!r})
@@ -65,6 +69,7 @@ print('loaded:', [name for name in {HEAVY!r} if name in sys.modules])
 def test_importing_the_package_imports_nothing_else() -> None:
     code = """
 import sys
+import textwrap
 before = set(sys.modules)
 import fbt_jax
 new = {name.split('.')[0] for name in set(sys.modules) - before}
@@ -92,27 +97,75 @@ def test_the_installed_command_is_the_module() -> None:
 # Mistakes that cost nothing
 
 
-def test_a_signal_sent_twice_at_once_lets_the_clean_up_end() -> None:
-    code = """
-import os, signal, time
+def python_compare(work: str) -> subprocess.CompletedProcess[str]:
+    """`fbt compare`, which does `work` instead, a body of a function, in a process of its own."""
+    code = f"""
+import gc, os, signal, sys, time
 from fbt_jax import cli
-def work(args, rest):
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(0.2)
-        print('cleaned up')
 from fbt_jax.cli import compare
+def send(name):
+    os.kill(os.getpid(), getattr(signal, name))
+def work(args, rest):
+{textwrap.indent(textwrap.dedent(work), '    ')}
 compare.run = work
-import sys
 sys.argv = ['fbt', 'compare', 'a', 'b']
-cli.main()
+sys.exit(cli.main())
 """
-    result = python(code)
+    return python(code)
+
+
+def test_a_signal_sent_twice_at_once_lets_the_clean_up_end() -> None:
+    result = python_compare("""
+        try:
+            send('SIGTERM')
+        finally:
+            send('SIGTERM')
+            send('SIGHUP')
+            time.sleep(0.4)
+            print('cleaned up')
+    """)
     assert (result.returncode, result.stdout) == (143, 'cleaned up\n')
     assert result.stderr == 'fbt compare: ended by SIGTERM\n'
+
+
+@pytest.mark.parametrize(('name', 'status'), [('SIGTERM', 143), ('SIGINT', 130), ('SIGHUP', 129)])
+def test_a_signal_whose_exception_is_lost_ends_the_command(name: str, status: int) -> None:
+    """As JAX's own callback of the garbage collector loses it, whatever is being done."""
+    result = python_compare(f"""
+        def collected(phase, info):
+            if phase == 'start':
+                send('{name}')
+        gc.callbacks.append(collected)
+        gc.collect()
+        gc.callbacks.clear()
+        print('lost', flush=True)
+        try:
+            time.sleep(20)
+        finally:
+            print('cleaned up')
+    """)
+    assert (result.returncode, result.stdout) == (status, 'lost\ncleaned up\n')
+    assert result.stderr == f'fbt compare: ended by {name}\n'
+
+
+@pytest.mark.parametrize('end', ['return 0', "raise RuntimeError('made of it')"])
+def test_what_swallows_a_signal_does_not_change_the_status(end: str) -> None:
+    result = python_compare(f"""
+        try:
+            send('SIGTERM')
+        except BaseException:
+            pass
+        {end}
+    """)
+    assert (result.returncode, result.stderr) == (143, 'fbt compare: ended by SIGTERM\n')
+
+
+def test_signals_are_as_before_after_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    assert cli.main(['compare', 'nowhere', 'nor-here']) == 2
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert 'fbt compare: ' in capsys.readouterr().err
 
 
 def test_the_harness_s_command_without_the_harness() -> None:
@@ -202,6 +255,7 @@ def test_a_mistake_in_a_process_of_its_own(config: Path, tmp_path: Path) -> None
     assert result == (2, '', 'fbt train: unknown config key seeed; did you mean seed?')
     code = f"""
 import sys
+import textwrap
 from fbt_jax.cli import main
 assert main(['train', '--config={config}', '--workdir={tmp_path}/run', '--config.seeed=1']) == 2
 print([name for name in {HEAVY!r} if name in sys.modules])

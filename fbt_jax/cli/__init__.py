@@ -1,6 +1,6 @@
 """The `fbt` command: one verb a module, each with `HELP`, `add_arguments(parser)` and `run(args, rest) -> exit status`.
 
-Exit status: 0 the work is done, 1 it failed, 2 the user's mistake (one line on stderr), 143, 130 or 129 stopped by a
+Exit status: 0 the work is done, 1 it failed, 2 the user's mistake (one line on stderr), 143, 130 or 129 ended by a
 signal after saving or cleaning up. Verbs import what they need when they run, so that `fbt --help` comes back at once.
 """
 
@@ -19,8 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from fbt_jax.errors import REPEAT_SECONDS, SIGNALLED, Ended, UserError
+from fbt_jax.errors import REPEAT_SECONDS, Ended, UserError
 
+LOST_SECONDS = 0.1  # before an exception that nobody got is raised again
 VERBS = ('train', 'generate', 'evaluate', 'diagnose', 'plan', 'bench', 'data', 'export', 'import', 'compare', 'report')
 
 
@@ -49,22 +50,26 @@ def main(argv: list[str] | None = None) -> int:
     alone = argv is None  # a process of its own, not somebody's call
     if alone and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == 'strict':
         sys.stdout.reconfigure(errors='replace')  # what a terminal has no letter for ends no work
+    came: list[int] = []
+    status, what = 0, ''
     try:
-        with _signals_as_exceptions():
-            return modules[args.verb].run(args, rest)
+        with _signals_as_exceptions(came):
+            status = modules[args.verb].run(args, rest)
     except UserError as error:
         status, what = 2, str(error)
     except PermissionError as error:
         status, what = 2, f'{error.filename}: {error.strerror}'
     except (RuntimeError, OSError) as error:
         status, what = 1, str(error)
-    except KeyboardInterrupt:
-        status, what = 130, 'interrupted'
-    except Ended as ended:
+    except Ended:
+        pass
+    if came:  # also where the exception was lost, or something else made of it
+        ended = Ended(came[0])
         status, what = ended.status, str(ended)
-    with suppress(OSError):  # of a terminal that has hung up
-        print(f'fbt {args.verb}: {what}', file=sys.stderr)
-    if status > SIGNALLED and alone:
+    if what:
+        with suppress(OSError):  # of a terminal that has hung up
+            print(f'fbt {args.verb}: {what}', file=sys.stderr)
+    if came and alone:
         # A thread in which XLA works would crash the process as the interpreter unloads.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
@@ -74,28 +79,51 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP as SIGINT is. A later one ends at once, see REPEAT_SECONDS; what is ignored stays so."""
-    first: list[float] = []
+def _signals_as_exceptions(came: list[int]) -> Iterator[None]:
+    """SIGTERM, SIGINT and SIGHUP raise `Ended`; their numbers are added to `came`. What is ignored stays so.
+
+    An exception of a signal is lost where nobody above can get it: of 26 sent to `fbt import`, JAX's callback of the
+    garbage collector took two and Orbax one. So it is raised again, until it is on its way up.
+    A second signal ends at once, see REPEAT_SECONDS.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    first = 0.0
 
     def end(number: int, _: FrameType | None) -> None:
-        if not first:
-            first.append(time.monotonic())
-            raise Ended(number)
-        if time.monotonic() - first[0] > REPEAT_SECONDS:
+        nonlocal first
+        now = time.monotonic()
+        if not came:
+            first = now
+            signal.setitimer(signal.ITIMER_REAL, LOST_SECONDS, LOST_SECONDS)
+        elif now - first > REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        came.append(number)
+        raise_unless_raised()
 
-    taken = []
-    if threading.current_thread() is threading.main_thread():
-        taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, end)
+    def raise_unless_raised(*_: object) -> None:
+        handled = sys.exc_info()[1]
+        while handled is not None:
+            if isinstance(handled, Ended):
+                return
+            handled = handled.__context__
+        raise Ended(came[0])
+
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    own = {n: end for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) in usual}
+    before = {n: signal.signal(n, handler) for n, handler in (own | {signal.SIGALRM: raise_unless_raised}).items()}
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda lost: None if isinstance(lost.exc_value, Ended) else hook(lost)
     try:
         yield
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        if came:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = hook
 
 
 @contextmanager

@@ -16,13 +16,12 @@ all with every=N (one document of N) or except_every=N (all others), to hold doc
 
 import argparse
 import os
-import signal
 import sys
 
 from fbt_jax.cli import config_overrides, no_more_arguments
 from fbt_jax.config_data import BUILT_IN, FORMATS, DataConfig, Source, parse_source
 from fbt_jax.config_file import load_config_file
-from fbt_jax.errors import UserError
+from fbt_jax.errors import Ended, UserError
 
 RAW = tuple(name for name in FORMATS if name != 'prepared')
 SHOWN = 5  # of the documents left out
@@ -79,18 +78,11 @@ def _prepare(args: argparse.Namespace) -> int:
     tokenizer = open_tokenizer(
         DataConfig(tokenizer=args.tokenizer, tokenizer_pattern=args.tokenizer_pattern, bos=args.bos, eos=args.eos)
     )
-    stopped: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        stopped.append(number)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
     try:
         index = prepare(source, tokenizer, args.out)
-    except KeyboardInterrupt:
+    except Ended:
         print(f'fbt data: {args.out} is not complete; the same command goes on after its last shard', file=sys.stderr)
-        return 128 + (stopped or [signal.SIGINT])[0]
+        raise
     print(
         f'{args.out}: {index["documents"]:,} documents, {index["tokens"]:,} tokens (BOS and EOS too), '
         f'{index["bytes"]:,} bytes of text in {len(index["shards"])} shards'

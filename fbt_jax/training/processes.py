@@ -81,9 +81,9 @@ def join() -> None:
     alarm.daemon = True
     alarm.start()
     # It waits where no Python handler is called. The service that it starts takes SIGTERM over, for good.
-    hang_up = signal.getsignal(signal.SIGHUP)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if callable(signal.getsignal(number)):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    for number, handler in before.items():
+        if callable(handler):
             signal.signal(number, signal.SIG_DFL)
     try:
         jax.distributed.initialize(
@@ -93,7 +93,8 @@ def join() -> None:
         )
     finally:
         alarm.cancel()
-        signal.signal(signal.SIGHUP, hang_up)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, before[number])
 
 
 def _give_up(line: str) -> NoReturn:
