@@ -2,13 +2,13 @@
 
 Each program gets a fresh interpreter (sandbox_child.py) in namespaces of its own: no network, no processes and no files
 but its own and, read-only, the system's and Python's; the standard library alone; limits on processor time, clock time,
-memory of a process, number of processes, size of files; no shared memory outside them (System V's, memfd), no sockets
-but of the network it has not, none of the caller's keys. Where the system refuses any of it, nothing runs.
+memory of a process and, looked at 20 times a second, of all together, number of processes, size of files; no shared
+memory outside them (System V's, memfd), no sockets but of the network it has not, none of the caller's keys. Where the
+system refuses any of it, nothing runs.
 
-No protection against: a hole in the kernel (few system calls are filtered); memory of several processes together
-(at most PROCESSES times the limit); code that looks for the nonce in its own interpreter in order to fake a verdict,
-which tests in the same interpreter can't prevent. Printing, exiting early or replacing functions of the library fake
-none.
+No protection against: a hole in the kernel (few system calls are filtered); code that looks for the nonce in its own
+interpreter in order to fake a verdict, which tests in the same interpreter can't prevent. Printing, exiting early or
+replacing functions of the library fake none.
 """
 
 import json
@@ -27,7 +27,7 @@ from fbt_jax.errors import UserError
 
 CPU_SECONDS = 5  # of one process: unlike clock time hardly longer on a busy machine
 CLOCK_SECONDS = 30
-MEMORY_BYTES = 2**30  # of one process
+MEMORY_BYTES = 2**30  # addresses of one process, and what all hold together
 FILE_BYTES = 2**24  # of one file; all together may have four times as much
 PROCESSES = 16  # and threads
 _MESSAGE_BYTES = 2000

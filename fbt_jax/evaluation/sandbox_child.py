@@ -42,6 +42,7 @@ SYSTEM = ('usr', 'lib', 'lib64', 'bin', 'etc/ld.so.cache', 'etc/localtime')
 DEVICES = ('dev/null', 'dev/zero', 'dev/random', 'dev/urandom')
 MOUNT_POINT = Path('/proc')  # any folder that is there, and not needed any more: nobody else sees what is put over it
 NOT_THE_STANDARD_LIBRARY = ('lib*/python*/*-packages', 'lib*/*-packages', 'envs', 'pkgs')
+LOOK_SECONDS = 0.05  # between two looks at the memory of all together
 OTHER_USERS = 10_000  # one of so many numbers is the program's, so that limits count its own processes only
 
 
@@ -59,13 +60,17 @@ def main() -> NoReturn:
         os._exit(1)
     alive, held = os.pipe()
     try:
+        os.chdir('/proc')  # before it is covered
         user = separate()
+        Path(f'{os.getpid()}/smaps_rollup').read_text()  # whether it can be read
         first = os.fork()
     except OSError as error:
         tell('refused', str(error))
         os._exit(1)
     if first:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
+        signal.signal(signal.SIGALRM, lambda *_: end_if_large(first, task['limits']['memory'], tell))
+        signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
         os.waitpid(first, 0)  # comes back when all in there are dead
         os._exit(0)
     os.close(held)
@@ -93,6 +98,29 @@ def main() -> NoReturn:
         else:
             tell('error', f'ended by signal {number}')
     os._exit(0)
+
+
+def end_if_large(first: int, limit: int, tell: 'Teller') -> None:
+    """Ends all in there once they hold more than `limit` bytes together."""
+    if held_together(first) > limit:
+        os.kill(first, signal.SIGKILL)
+        tell('error', f'more than {limit >> 20} MiB of memory in several processes')
+
+
+def held_together(first: int) -> int:
+    """Bytes of memory that `first` and all that came of it hold, each shared page once. The working folder is /proc."""
+    total, left = 0, [str(first)]
+    while left:
+        process = left.pop()
+        try:
+            for line in Path(f'{process}/smaps_rollup').read_text().splitlines():
+                if line.startswith('Pss:'):
+                    total += 1024 * int(line.split()[1])
+            for thread in Path(f'{process}/task').iterdir():
+                left += (thread / 'children').read_text().split()
+        except OSError:
+            continue  # it has ended
+    return total
 
 
 class Teller:
@@ -143,8 +171,9 @@ def build(root: Path, python: str, *, room: int) -> None:
     """A small file system in memory that has the system's and Python's folders, read-only, and /tmp."""
     mount('none', Path('/'), None, RECURSIVE | PRIVATE)
     mount('tmpfs', root, 'tmpfs', NO_SUID | NO_DEV, f'size={room},nr_inodes=4096,mode=755')
-    for name in (*SYSTEM, *DEVICES, python.lstrip('/')):
+    for name in (*SYSTEM, *DEVICES):
         show(Path('/') / name, root / name)
+    show(Path(python).resolve(), root / python.lstrip('/'))
     for base in ('usr', 'usr/local', python.lstrip('/')):
         for pattern in NOT_THE_STANDARD_LIBRARY:
             for folder in (root / base).glob(pattern):
@@ -153,7 +182,7 @@ def build(root: Path, python: str, *, room: int) -> None:
     if not Path(python).is_relative_to('/usr/local'):
         cover(root / 'usr/local')
     for name in ('tmp', 'dev/shm'):
-        (root / name).mkdir()
+        (root / name).mkdir(exist_ok=True)  # Python may lie there
         (root / name).chmod(0o1777)
     os.chroot(root)
     os.chdir('/tmp')
