@@ -6,7 +6,7 @@ import pytest
 from helpers_harness import ROWS, TaskManager, datasets, questions, write
 
 from fbt_jax.errors import UserError
-from fbt_jax.interop.harness_tasks import load_task, local_files
+from fbt_jax.interop.harness_tasks import load_task, local_files, scored_file
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,18 @@ def test_files_may_be_of_other_kinds(tmp_path: Path, manager: TaskManager) -> No
     write(tmp_path / 'b', 'piqa', train=rows)
     with pytest.raises(UserError, match='has files of several kinds'):
         local_files('piqa', str(tmp_path / 'b'))
+
+
+@pytest.mark.parametrize('leaf', ['mmlu_anatomy', 'lambada_openai', 'arc_easy'])
+def test_a_validation_split_alone_is_scored(leaf: str, tmp_path: Path, manager: TaskManager) -> None:
+    """Also of a task that knows none."""
+    row = ROWS[leaf][1]
+    files = local_files(leaf, str(write(tmp_path / 'a', leaf, train=[row] * 3, validation=[row])))
+    assert len(load_task(manager, leaf, files).eval_docs) == 1
+    assert scored_file(manager, leaf, files) == str(tmp_path / 'a' / leaf / 'validation.jsonl')
+    files = local_files(leaf, str(write(tmp_path / 'b', leaf, train=[row])))
+    with pytest.raises(UserError, match=f'^{leaf}: needs a test or validation split; its files are train$'):
+        load_task(manager, leaf, files)
 
 
 @pytest.mark.parametrize('name', ['piqa', 'arc_easy', 'gsm8k_cot'])

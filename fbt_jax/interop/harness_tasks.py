@@ -103,7 +103,9 @@ def evaluate_harness(run: Run, plan: Plan, settings: Settings, out: Path) -> dic
                 records = Records(out, leaf, mode).read().values()
                 scores |= {(leaf, record['item']): record['scores'] for record in records}
         shots = "the task's own" if settings.shots is None else settings.shots
-        found[name] = {'source': _source(plan, leaves[0], settings.files), 'shots': shots} | harness_scores(by_mode)
+        files = plan.files[leaves[0]]
+        source = settings.files or 'the harness' if files is None else scored_file(plan.manager, leaves[0], files)
+        found[name] = {'source': source, 'shots': shots} | harness_scores(by_mode)
     return found
 
 
@@ -200,6 +202,10 @@ def load_task(manager: Any, leaf: str, files: Local | None) -> Any:
         config = load_yaml(manager.task_index[leaf].yaml_path)
         config |= {'dataset_path': files.kind, 'dataset_name': None, 'dataset_kwargs': {'data_files': files.files}}
         config |= {key: None for key in SPLIT_KEYS if config.get(key) not in files.files}
+        if not (config['test_split'] or config['validation_split']):
+            if 'validation' not in files.files:
+                raise UserError(f'{leaf}: needs a test or validation split; its files are {", ".join(files.files)}')
+            config['validation_split'] = 'validation'
         scored, *sources = (config[f'{use}_split'] for use in ('test', 'fewshot', 'training', 'validation'))
         scored = scored or config['validation_split']
         own = (config.get('fewshot_config') or {}).get('samples')
@@ -207,6 +213,8 @@ def load_task(manager: Any, leaf: str, files: Local | None) -> Any:
             # The harness takes an item out of its own examples only where both splits are named, and alike.
             config['test_split'] = config['fewshot_split'] = scored
         return ConfigurableTask(config=config)
+    except UserError:
+        raise
     except Exception as error:
         # Whatever `datasets` and the functions of a task raise where data are not there, or are none of the task's.
         told = ' '.join(str(error).split())[:300]
@@ -266,15 +274,12 @@ def _records(leaf: str, mode: str, results: Any, aggregation: dict[str, Any]) ->
         }
 
 
-def _source(plan: Plan, leaf: str, folder: str | None) -> str:
-    """The file whose items are scored: the task's test split where it is there, else its validation split."""
+def scored_file(manager: Any, leaf: str, files: Local) -> str:
+    """The one whose items are scored: of the task's test split where it is there, else of its validation split."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    files = plan.files[leaf]
-    if files is None:
-        return folder or 'the harness'
-    config = load_yaml(plan.manager.task_index[leaf].yaml_path)
-    splits = [config.get('test_split'), config.get('validation_split'), *files.files]
+    config = load_yaml(manager.task_index[leaf].yaml_path)
+    splits = [config.get('test_split'), config.get('validation_split'), 'validation']
     return next(files.files[split] for split in splits if split in files.files)
 
 
