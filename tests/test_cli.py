@@ -160,6 +160,22 @@ def test_what_swallows_a_signal_does_not_change_the_status(end: str) -> None:
     assert (result.returncode, result.stderr) == (143, 'fbt compare: ended by SIGTERM\n')
 
 
+def test_a_call_within_another_leaves_its_signals_to_it() -> None:
+    result = python_compare("""
+        if args.workdirs == ['inner']:
+            gc.callbacks.append(lambda phase, info: phase == 'start' and send('SIGTERM'))
+            gc.collect()
+            gc.callbacks.clear()
+            time.sleep(20)
+        try:
+            cli.main(['compare', 'inner'])
+        finally:
+            print('cleaned up')
+    """)
+    assert (result.returncode, result.stdout) == (143, 'cleaned up\n')
+    assert result.stderr == 'fbt compare: ended by SIGTERM\n'
+
+
 def test_signals_are_as_before_after_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fbt_jax.errors import REPEAT_SECONDS, Ended, UserError
 
@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     except (RuntimeError, OSError) as error:
         status, what = 1, str(error)
     except Ended:
-        pass
+        if not came:  # of a call around this one
+            raise
     if came:  # also where the exception was lost, or something else made of it
         ended = Ended(came[0])
         status, what = ended.status, str(ended)
@@ -96,6 +97,7 @@ def _signals_as_exceptions(came: list[int]) -> Iterator[None]:
         now = time.monotonic()
         if not came:
             first = now
+            before[signal.SIGALRM] = signal.signal(signal.SIGALRM, raise_unless_raised)
             signal.setitimer(signal.ITIMER_REAL, LOST_SECONDS, LOST_SECONDS)
         elif now - first > REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
@@ -112,8 +114,9 @@ def _signals_as_exceptions(came: list[int]) -> Iterator[None]:
         raise Ended(came[0])
 
     usual = (signal.SIG_DFL, signal.default_int_handler)
-    own = {n: end for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) in usual}
-    before = {n: signal.signal(n, handler) for n, handler in (own | {signal.SIGALRM: raise_unless_raised}).items()}
+    taken = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) in usual]
+    before: dict[int, Any] = {}
+    before |= {number: signal.signal(number, end) for number in taken}
     hook = sys.unraisablehook
     sys.unraisablehook = lambda lost: None if isinstance(lost.exc_value, Ended) else hook(lost)
     try:
