@@ -187,6 +187,36 @@ def test_a_copy_in_the_run_is_the_same_tokenizer_without_the_file(data, tmp_path
         open_tokenizer(gone, tmp_path / 'empty')
 
 
+def test_what_follows_a_text_keeps_its_spaces(data):
+    """Also where a document's own first space is left out, as in the files of Llama 2 (below)."""
+    tokenizer = open_tokenizer(data)
+    text = 'def f(x):\n    """Doc\u00e9."""\n    return  x\n'
+    ids = tokenizer.encode(text)
+    for n in range(1, len(ids)):
+        before, after = tokenizer.decode(ids[:n]), tokenizer.decode(ids[n:], after=[tokenizer.bos_id, *ids[:n]])
+        assert before.rstrip('\ufffd') + after == text or before + after == text
+    assert tokenizer.decode(ids, after=[tokenizer.bos_id]) == text
+
+
+@pytest.mark.parametrize('kind', ['json', 'model'])
+def test_the_space_that_begins_a_document_is_not_taken_from_what_follows(kind, tmp_path, prose):
+    if kind == 'model':
+        data = model_file(tmp_path / 'a.model', prose, add_dummy_prefix=True)
+    else:
+        data = fallback_file(tmp_path / 'a.json', prose)
+        whole = tokenizers.Tokenizer.from_file(str(tmp_path / 'a.json'))
+        whole.normalizer = normalizers.Sequence([normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
+        steps = [decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
+        whole.decoder = decoders.Sequence(steps)
+        whole.save(str(tmp_path / 'a.json'))
+    tokenizer = open_tokenizer(data)
+    ids = tokenizer.encode('She had')
+    n = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]) == 'She')
+    assert tokenizer.decode(ids[n:]) == 'had'
+    assert tokenizer.decode(ids[n:], after=ids[:n]) == ' had'
+    assert tokenizer.decode(ids, after=[tokenizer.bos_id]) == 'She had'
+
+
 def test_bytes_are_bytes():
     assert ByteTokenizer().encode('aé') == [97, 0xC3, 0xA9]
     assert ByteTokenizer().decode([97, 255, 98, 257]) == 'a\ufffdb'

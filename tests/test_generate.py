@@ -1,6 +1,7 @@
 """`fbt_jax.generate` on a small model of bytes: texts, samples, stops, streams, errors, no new programs."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,6 +46,29 @@ def test_a_prompt_is_continued_alike_alone_and_among_others(run: Run, mode: str)
         np.testing.assert_allclose(alone.log_probs[0][:5], together.log_probs[i][:5], atol=1e-3)
     assert all(len(t) == len(p) for t, p in zip(together.tokens, together.log_probs, strict=True))
     assert [run.tokenizer.decode(t) for t in together.tokens] == together.texts
+
+
+class Words:
+    """As SentencePiece: id 256 is BOS, others are words, and a text's first space is left out."""
+
+    bos_id, eos_id = 256, 257
+
+    def decode(self, ids: list[int], *, after: Sequence[int] = ()) -> str:
+        text = ''.join(f' w{i}' for i in ids)
+        return text if any(i < 256 for i in after) else text.removeprefix(' ')
+
+
+def test_texts_go_on_from_their_prompts() -> None:
+    made = sharp_run()._replace(tokenizer=Words())  # type: ignore[arg-type]
+    found = generate(made, [[256], [256, 97], [256, 98]], max_tokens=3, num_samples=2, temperature=1.0)
+    spaces = [text[:2] == ' w' for text in found.texts]
+    assert spaces == [False, False, True, True, True, True]
+    begin, inner = found.texts[0].split(' ')[0], found.texts[2].split(' ')[2]
+    stopped = generate(
+        made, [[256], [256, 97]], max_tokens=3, num_samples=2, temperature=1.0, stop=[begin, ' ' + inner]
+    )
+    assert stopped.texts[0] == ''
+    assert stopped.texts[2] == found.texts[2][: found.texts[2].index(' ' + inner)]
 
 
 def test_samples_of_a_prompt_differ_and_keep_their_seed(run: Run) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from fbt_jax.config_data import DataConfig
-from fbt_jax.data.tokenizer_files import BOS, EOS, FileTokenizer, read_file
+from fbt_jax.data.tokenizer_files import BOS, EOS, MOST_BEFORE, FileTokenizer, continued, read_file
 
 BPE_VOCAB_SIZE = 2048
 BPE_FILE = 'austen_bpe.json'
@@ -44,8 +44,11 @@ class Tokenizer(Protocol):
         """`encode` of each text, uint32 arrays, on all cores or RAYON_NUM_THREADS of them."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 (a character cut in two, say) become U+FFFD."""
+    def decode(self, ids: Sequence[int], *, after: Sequence[int] = ()) -> str:
+        """The text of `ids`; bytes that are no UTF-8 (a character cut in two, say) become U+FFFD.
+
+        after: ids that stand before them; without any, `ids` begin a document, whose first word is spelt as such.
+        """
         ...
 
 
@@ -66,8 +69,12 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors='replace')
+    def decode(self, ids: Sequence[int], *, after: Sequence[int] = ()) -> str:
+        return continued(
+            lambda some: bytes(some).decode(errors='replace'),
+            [i for i in ids if i < 256],
+            [i for i in after[-MOST_BEFORE:] if i < 256],
+        )
 
 
 def open_tokenizer(data: DataConfig, saved: Path | None = None) -> Tokenizer:

@@ -24,6 +24,7 @@ import numpy as np
 from fbt_jax.errors import UserError, require
 
 BOS, EOS = '<|bos|>', '<|eos|>'  # as the files that `train_bpe` makes name them
+MOST_BEFORE = 64  # ids that are looked at of those before a text's
 _BYTE = re.compile('<0x[0-9A-F]{2}>')
 # Bytes that a byte-level vocabulary may lack: those that occur in no text (0xC0, ...), in no character but those that
 # control a device, or are in no Unicode plane in use (0xF1 to 0xF4 begin planes 4 to 16). SmolLM2's lacks eight of
@@ -62,6 +63,17 @@ class _Loaded(NamedTuple):
     decode: Callable[[list[int]], str]
 
 
+def continued(decode: Callable[[list[int]], str], ids: list[int], after: list[int]) -> str:
+    """What `ids` add to the text of the ids before them.
+
+    Not `decode(ids)`: SentencePiece and its like leave out the space that their first token begins with.
+    """
+    if not after:
+        return decode(ids)
+    # The last of them may be part of a character.
+    return decode([*after, *ids])[len(decode(after).rstrip('\ufffd')) :]
+
+
 class FileTokenizer:
     """A `Tokenizer` made of a file's content. `bos` and `eos` are the names that were found for them."""
 
@@ -85,12 +97,15 @@ class FileTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.array(ids, np.uint32) for ids in self._loaded.encode_batch(list(texts))]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        # Ids of no text are left out here: the libraries spell some of them (tiktoken's, SentencePiece's unknown) and
-        # raise for others (those between V and the padded vocabulary's size).
+    def decode(self, ids: Sequence[int], *, after: Sequence[int] = ()) -> str:
+        return continued(self._loaded.decode, self._of_text(ids), self._of_text(after[-MOST_BEFORE:]))
+
+    def _of_text(self, ids: Sequence[int]) -> list[int]:
+        # The libraries spell some ids of no text (tiktoken's, SentencePiece's unknown) and raise for others (those
+        # between V and the padded vocabulary's size).
         ids_N = np.asarray(ids, np.int64)
         ids_N = ids_N[(ids_N >= 0) & (ids_N < self.vocab_size)]
-        return self._loaded.decode(ids_N[self.token_bytes[ids_N] > 0].tolist())
+        return ids_N[self.token_bytes[ids_N] > 0].tolist()
 
     def _special_id(self, key: str, file: _File) -> int:
         name, specials = getattr(self, key), self._loaded.specials

@@ -161,9 +161,10 @@ def _passages(losses: Losses, name_of: Callable[[int], str]) -> list[Passage]:
 
 
 def token_names(tokenizer: Any) -> Callable[[int], str]:
-    """An id's text, with the special tokens by name."""
+    """An id's text within a text, with the special tokens by name."""
     special: dict[int, str] = {getattr(tokenizer, f'{name}_id'): f'⟨{name}⟩' for name in ('bos', 'eos')}
-    return lambda id_: special.get(id_) or tokenizer.decode([id_])
+    before = tokenizer.encode('a')
+    return lambda id_: special.get(id_) or tokenizer.decode([id_], after=before)
 
 
 def continuation_columns(found: Sequence[tuple[str, Any]], row: int) -> list[tuple[str, str, str]]:

@@ -28,7 +28,7 @@ MOST_PROMPTS = 2**31 // MOST_SAMPLES  # so that it is an int32
 class Generations(NamedTuple):
     """Of each prompt in turn, each of its samples in turn."""
 
-    texts: list[str]  # without the prompt; cut before a stop string
+    texts: list[str]  # what each adds to its prompt's; cut before a stop string
     tokens: list[list[int]]  # that were chosen, up to EOS or to the one that brought a stop text
     log_probs: list[list[float]]  # of each token by the model itself, natural logarithms
     finished: list[str]  # 'eos', 'stop' (a stop string) or 'length'
@@ -143,7 +143,7 @@ def stream(
         read = spread(read, jnp.asarray(prompt_B))
     state = begin(run.model, params, read, jnp.asarray(~real_B), max_tokens=room, **common)
     del read  # its cache is the state's
-    texts = _Texts(run.tokenizer, count, eos, tuple(stop))
+    texts = _Texts(run.tokenizer, [ids[n] for n in prompt_B[:count]], eos, tuple(stop))
     while True:
         steps = int(state.steps)
         yield from texts.look(state, last=steps >= max_tokens)
@@ -230,8 +230,9 @@ def padded_rows(number: int) -> int:
 class _Texts:
     """The rows' texts as they grow: what is final of them, and whether a stop string has come."""
 
-    def __init__(self, tokenizer: Any, count: int, eos: int, stop: tuple[str, ...]) -> None:
-        self._tokenizer, self._eos, self._stop = tokenizer, eos, stop
+    def __init__(self, tokenizer: Any, prompts: list[list[int]], eos: int, stop: tuple[str, ...]) -> None:
+        self._tokenizer, self._prompts, self._eos, self._stop = tokenizer, prompts, eos, stop
+        count = len(prompts)
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._log_probs: list[list[float]] = [[] for _ in range(count)]
         self._texts = [''] * count
@@ -267,10 +268,12 @@ class _Texts:
         if self._tokenizer is None:
             return
         own = self._tokens[row]
-        text, place = self._read(own, final=bool(self._finished[row]))
+        text, place = self._read(row, own, final=bool(self._finished[row]))
         if place is not None:
             # The first token that brings the stop text is the last that counts.
-            end = next(n for n in range(1, len(own) + 1) if self._read(own[:n], final=n == len(own))[1] is not None)
+            end = next(
+                n for n in range(1, len(own) + 1) if self._read(row, own[:n], final=n == len(own))[1] is not None
+            )
             self._finished[row] = 'stop'
             del own[end:], self._log_probs[row][end:]
             text = text[:place]
@@ -283,9 +286,9 @@ class _Texts:
             piece, self._told[row] = text[self._told[row] : ready], ready
             yield Piece(row, piece)
 
-    def _read(self, tokens: list[int], *, final: bool) -> tuple[str, int | None]:
+    def _read(self, row: int, tokens: list[int], *, final: bool) -> tuple[str, int | None]:
         """The text, and where in it a stop text begins, in what can't change any more."""
-        text = self._tokenizer.decode(tokens)
+        text = self._tokenizer.decode(tokens, after=self._prompts[row])
         decided = text if final else text.rstrip('\ufffd')  # a character whose bytes have not all come
         places = [place for place in map(decided.find, self._stop) if place >= 0]
         return text, min(places) if places else None
