@@ -97,8 +97,8 @@ def test_the_installed_command_is_the_module() -> None:
 # Mistakes that cost nothing
 
 
-def python_compare(work: str) -> subprocess.CompletedProcess[str]:
-    """`fbt compare`, which does `work` instead, a body of a function, in a process of its own."""
+def python_compare(work: str, call: str = 'sys.exit(cli.main())') -> subprocess.CompletedProcess[str]:
+    """`call` in a process of its own, where `fbt compare` does `work` instead, the body of a function."""
     code = f"""
 import gc, os, signal, sys, time
 from fbt_jax import cli
@@ -109,7 +109,7 @@ def work(args, rest):
 {textwrap.indent(textwrap.dedent(work), '    ')}
 compare.run = work
 sys.argv = ['fbt', 'compare', 'a', 'b']
-sys.exit(cli.main())
+{textwrap.dedent(call)}
 """
     return python(code)
 
@@ -148,7 +148,7 @@ def test_a_signal_whose_exception_is_lost_ends_the_command(name: str, status: in
     assert result.stderr == f'fbt compare: ended by {name}\n'
 
 
-@pytest.mark.parametrize('end', ['return 0', "raise RuntimeError('made of it')"])
+@pytest.mark.parametrize('end', ['return 0', "raise RuntimeError('made of it')", "raise ImportError('too')"])
 def test_what_swallows_a_signal_does_not_change_the_status(end: str) -> None:
     result = python_compare(f"""
         try:
@@ -158,6 +158,42 @@ def test_what_swallows_a_signal_does_not_change_the_status(end: str) -> None:
         {end}
     """)
     assert (result.returncode, result.stderr) == (143, 'fbt compare: ended by SIGTERM\n')
+
+
+def test_a_signal_waits_for_imports(tmp_path: Path) -> None:
+    """An exception within the start of an extension, as jaxlib's, ends the process as a fault of memory."""
+    (tmp_path / 'slow.py').write_text("import os, time\nos.kill(os.getpid(), 15)\ntime.sleep(0.3)\nprint('whole')")
+    result = python_compare(f"""
+        sys.path.insert(0, {str(tmp_path)!r})
+        import slow
+        time.sleep(20)
+    """)
+    assert (result.returncode, result.stdout) == (143, 'whole\n')
+    assert result.stderr == 'fbt compare: ended by SIGTERM\n'
+
+
+def test_a_caller_s_alarm_is_left_to_it() -> None:
+    call = """
+        signal.signal(signal.SIGALRM, lambda *_: print('alarm'))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        print(cli.main(['compare', 'a', 'b']))
+        time.sleep(0.5)
+    """
+    assert python_compare("send('SIGTERM')", call).stdout == '143\nalarm\n'
+    assert python_compare('time.sleep(0.5); return 0', call).stdout == 'alarm\n0\n'
+
+
+@pytest.mark.parametrize('lines', [1, 100_000])
+def test_output_that_nobody_reads_ends_the_command_silently(lines: int) -> None:
+    result = python_compare(f"""
+        read, write = os.pipe()
+        os.dup2(write, 1)
+        os.close(read)
+        for _ in range({lines}):
+            print('a line')
+        return 0
+    """)
+    assert (result.returncode, result.stderr) == (141, '')
 
 
 def test_a_call_within_another_leaves_its_signals_to_it() -> None:

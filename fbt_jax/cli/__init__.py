@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from fbt_jax.errors import REPEAT_SECONDS, Ended, UserError
+from fbt_jax.errors import REPEAT_SECONDS, SIGNALLED, Ended, UserError
 
 LOST_SECONDS = 0.1  # before an exception that nobody got is raised again
 VERBS = ('train', 'generate', 'evaluate', 'diagnose', 'plan', 'bench', 'data', 'export', 'import', 'compare', 'report')
@@ -51,26 +51,29 @@ def main(argv: list[str] | None = None) -> int:
     if alone and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == 'strict':
         sys.stdout.reconfigure(errors='replace')  # what a terminal has no letter for ends no work
     came: list[int] = []
-    status, what = 0, ''
+    status, what, unread = 0, '', False  # unread: whoever read the output is gone, as `| head` is
     try:
         with _signals_as_exceptions(came):
             status = modules[args.verb].run(args, rest)
+            sys.stdout.flush()
     except UserError as error:
         status, what = 2, str(error)
     except PermissionError as error:
         status, what = 2, f'{error.filename}: {error.strerror}'
+    except BrokenPipeError:
+        status, unread = SIGNALLED + signal.SIGPIPE, True
     except (RuntimeError, OSError) as error:
         status, what = 1, str(error)
-    except Ended:
-        if not came:  # of a call around this one
+    except BaseException:
+        if not came:  # a fault of ours, or a signal to a call around this one
             raise
-    if came:  # also where the exception was lost, or something else made of it
+    if came:  # also where the exception was lost, or another made of it
         ended = Ended(came[0])
         status, what = ended.status, str(ended)
     if what:
         with suppress(OSError):  # of a terminal that has hung up
             print(f'fbt {args.verb}: {what}', file=sys.stderr)
-    if came and alone:
+    if (came or unread) and alone:
         # A thread in which XLA works would crash the process as the interpreter unloads.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
@@ -84,33 +87,38 @@ def _signals_as_exceptions(came: list[int]) -> Iterator[None]:
     """SIGTERM, SIGINT and SIGHUP raise `Ended`; their numbers are added to `came`. What is ignored stays so.
 
     An exception of a signal is lost where nobody above can get it: of 26 sent to `fbt import`, JAX's callback of the
-    garbage collector took two and Orbax one. So it is raised again, until it is on its way up.
-    A second signal ends at once, see REPEAT_SECONDS.
+    garbage collector took two and Orbax one. So it is raised again, until it is on its way up. It is not raised while a
+    module is imported: jaxlib's crash of it, four times of five. A second signal ends at once, see REPEAT_SECONDS.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     first = 0.0
+    timer = (0.0, 0.0)
 
-    def end(number: int, _: FrameType | None) -> None:
-        nonlocal first
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal first, timer
         now = time.monotonic()
         if not came:
             first = now
             before[signal.SIGALRM] = signal.signal(signal.SIGALRM, raise_unless_raised)
-            signal.setitimer(signal.ITIMER_REAL, LOST_SECONDS, LOST_SECONDS)
+            timer = signal.setitimer(signal.ITIMER_REAL, LOST_SECONDS, LOST_SECONDS)
         elif now - first > REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         came.append(number)
-        raise_unless_raised()
+        raise_unless_raised(number, frame)
 
-    def raise_unless_raised(*_: object) -> None:
+    def raise_unless_raised(_: int, frame: FrameType | None) -> None:
         handled = sys.exc_info()[1]
         while handled is not None:
             if isinstance(handled, Ended):
                 return
             handled = handled.__context__
+        while frame is not None:
+            if frame.f_code.co_filename.startswith('<frozen importlib'):
+                return
+            frame = frame.f_back
         raise Ended(came[0])
 
     usual = (signal.SIG_DFL, signal.default_int_handler)
@@ -123,7 +131,7 @@ def _signals_as_exceptions(came: list[int]) -> Iterator[None]:
         yield
     finally:
         if came:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
         for number, handler in before.items():
             signal.signal(number, handler)
         sys.unraisablehook = hook
