@@ -117,6 +117,17 @@ def test_stop_tokens_and_stop_texts_end_a_row_and_no_other(run: Run) -> None:
             assert stop not in BYTES.decode(tokens[:-1])
 
 
+def test_of_two_stop_texts_the_first_that_is_complete_counts(run: Run) -> None:
+    options: dict[str, Any] = {'mode': 'soft', 'max_tokens': 30, 'temperature': 1.0}
+    for i, text in enumerate(generate(run, PROMPTS, **options).texts):
+        for n in range(2, len(text) - 1):
+            if text[n - 1 : n + 2].isascii() and text[n] not in text[:n]:
+                stopped = generate(run, PROMPTS, **options, stop=[text[n - 1 : n + 2], text[n]])
+                assert (stopped.texts[i], stopped.finished[i]) == (text[:n], 'stop')
+                return
+    pytest.fail('no text has such a place')
+
+
 def test_a_wrong_prompt_is_told(run: Run) -> None:
     for prompts, told in (
         ('She', "prompts = 'She': must be a list"),

@@ -20,8 +20,10 @@ _NUMBER = re.compile(
     r'(?<![\w.^])(?<!\^{)(?P<sign>(?<![)\]}])-)?(?:\$(?P<minus>-)?)?(?:(?P<whole>\d+) +(?=\d+/\d))?'
     rf'(?P<value>{_DIGITS})(?:[eE](?P<power>[+-]?\d+)(?!\w))?(?:/(?P<below>\d+))?'
 )
+_SUM = re.compile(r'(?:[\s\d.,$()+*/^×÷·-]|\\(?:times|cdot|div)(?![a-z]))*=')
 _FRACTION = re.compile(r'(?<!\d)(?P<whole>\d*)\\[dt]?frac\s*(?:{\s*(-?[\d.,]+)\s*}|(\d))\s*(?:{\s*([\d.,]+)\s*}|(\d))')
 _UNIT = re.compile(r'\\(?:text|mathrm|mbox)\s*{[^{}]*}(?:\^\s*(?:\d|{\s*\d\s*}))?|\^\s*{?\s*\\circ\s*}?|\\?%')
+_MARK = re.compile(r'####(?![^\S\n]*\**[^\W\d_])(.*)')
 _PHRASE = re.compile(r'answer\**(?: is|:)\s*:?[\s*]*', re.IGNORECASE)
 _MATHS = re.compile(r'\$\$?((?:\\.|[^$\\])+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)', re.DOTALL)
 _BOX = re.compile(r'(?P<box>\\(?:boxed|fbox)\s*{)|(?<!\\)[{}]')
@@ -32,11 +34,12 @@ _LONG = re.compile(rf'\d{{{MOST_DIGITS + 1}}}')
 def number_answer(text: str) -> str | None:
     """The number that `text` answers, in digits: after `####`, in a box, after 'the answer is', else the last one.
 
-    None where there is no number at that place.
+    None where there is no number at that place. A `####` before a word is a heading of Markdown's.
     """
     text = _NEXT.split(text, maxsplit=1)[0]
-    if '####' in text:
-        return _first(text.split('####', 1)[1].split('\n', 1)[0])
+    mark = _MARK.search(text)
+    if mark:
+        return _first(mark[1])
     box = boxed(text)
     if box is not None:
         value = as_number(box)
@@ -136,10 +139,10 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if match['sign'] or match['minus'] else value
 
 
-def _numbers(text: str) -> list[str | None]:
-    """None for what is written like a number and is none."""
-    values = map(_value, _NUMBER.finditer(_plain(text)))
-    return [None if value is None else _digits(value) for value in values]
+def _told(match: re.Match[str] | None) -> str | None:
+    """None also for what is written like a number and is none."""
+    value = None if match is None else _value(match)
+    return None if value is None else _digits(value)
 
 
 def _digits(value: Fraction) -> str:
@@ -156,8 +159,13 @@ def _digits(value: Fraction) -> str:
 
 
 def _first(text: str) -> str | None:
-    return next(iter(_numbers(text)), None)
+    """The first number, or what a sum that begins with it comes to: 18 of 9*2 = 18."""
+    plain = _plain(text)
+    found = _NUMBER.search(plain)
+    while found and (whole := _SUM.match(plain, found.end())) and (result := _NUMBER.search(plain, whole.end())):
+        found = result
+    return _told(found)
 
 
 def _last(text: str) -> str | None:
-    return next(reversed(_numbers(text)), None)
+    return _told(next(reversed([*_NUMBER.finditer(_plain(text))]), None))

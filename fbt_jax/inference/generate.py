@@ -270,10 +270,11 @@ class _Texts:
         own = self._tokens[row]
         text, place = self._read(row, own, final=bool(self._finished[row]))
         if place is not None:
-            # The first token that brings the stop text is the last that counts.
-            end = next(
-                n for n in range(1, len(own) + 1) if self._read(row, own[:n], final=n == len(own))[1] is not None
-            )
+            # The first token that brings a stop text is the last that counts; more may come after it.
+            for end in range(1, len(own) + 1):
+                text, place = self._read(row, own[:end], final=end == len(own))
+                if place is not None:
+                    break
             self._finished[row] = 'stop'
             del own[end:], self._log_probs[row][end:]
             text = text[:place]
