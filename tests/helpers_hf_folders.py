@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {'head_dim': 16, 'rope_parameters': {'rope_type': 'linear', 'factor': 4.0, 'rope_theta': 1e4}},
     ),
     'a Qwen2': ('Qwen2', {'tie_word_embeddings': True}),
+    'a Qwen2 with keys it does not read': ('Qwen2', {'attention_bias': True, 'mlp_bias': True, 'hidden_act': 'swish'}),
     'a Qwen3': ('Qwen3', {'head_dim': 24}),
 }
 

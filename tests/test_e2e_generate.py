@@ -63,11 +63,15 @@ def test_json_lines(capsys: pytest.CaptureFixture[str], workdir: Path, tmp_path:
 def test_a_conversation_goes_on_after_a_mistake(
     capsys: pytest.CaptureFixture[str], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr('sys.stdin', io.StringIO(f'It is\n{"x" * 300}\nShe\n'))
+    lines = io.BytesIO(b'It is\n' + b'x' * 300 + b'\nno UTF-8: \xff\nShe\n')
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(lines, encoding='utf-8', errors='strict'))
     assert main(['generate', f'--workdir={workdir}', '--interactive', '--mode=soft', '--max-tokens=3']) == 0
     out, err = capsys.readouterr()
-    assert out.count('> ') == 4
-    assert err == 'a prompt of 301 tokens and max_tokens = 3 are more than the trained context of 256\n'
+    assert out.count('> ') == 5
+    assert err.splitlines() == [
+        'a prompt of 301 tokens and max_tokens = 3 are more than the trained context of 256',
+        r"prompt = 'no UTF-8: \udcff': is not UTF-8",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,20 @@ def test_stop_tokens_and_stop_texts_end_a_row_and_no_other(run: Run) -> None:
             assert stop not in BYTES.decode(tokens[:-1])
 
 
+def test_other_ids_end_a_row_as_eos_does(run: Run) -> None:
+    options: dict[str, Any] = {'mode': 'soft', 'max_tokens': 30, 'temperature': 1.0}
+    free = generate(run, PROMPTS, **options)
+    ends = [free.tokens[0][5], free.tokens[1][9]]
+    found = generate(run, PROMPTS, **options, stop_ids=ends)
+    for before, after, how in zip(free.tokens, found.tokens, found.finished, strict=True):
+        first = next((n for n, id_ in enumerate(before) if id_ in (*ends, BYTES.eos_id)), len(before) - 1)
+        assert after == before[: first + 1]
+        assert how == ('eos' if before[first] in (*ends, BYTES.eos_id) else 'length')
+    for wrong in ([258], [-1], ['a'], [True]):
+        with pytest.raises(UserError, match=r'stop_ids = .*: must be ids of the model, 0\.\.257'):
+            generate(run, PROMPTS, **options, stop_ids=wrong)
+
+
 def test_of_two_stop_texts_the_first_that_is_complete_counts(run: Run) -> None:
     options: dict[str, Any] = {'mode': 'soft', 'max_tokens': 30, 'temperature': 1.0}
     for i, text in enumerate(generate(run, PROMPTS, **options).texts):

@@ -46,9 +46,11 @@ class Lengths(LM):
     def __init__(self, run: Any, *, mode: str, batch_size: int, fused_passes: int | None) -> None:
         super().__init__()
         self._sign = 1 if mode == 'soft' else -1
+        self.cut_contexts: set[str] = set()
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         Lengths.asked += len(requests)
+        self.cut_contexts |= {r.args[0] for r in requests if '1 0?' in r.args[0]}
         return [(self._sign * len(r.args[1]) - 99.0, False) for r in requests]
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
@@ -94,7 +96,11 @@ def test_scores_and_records_of_a_group(tmp_path: Path, lengths: type[Lengths]) -
     again = evaluate(run, list(asked.tasks), asked, out, {'step': 7})
     assert again == found
     assert lengths.asked == 6 * 3 * 2
+    assert (group['cut'], found['arc_easy']['cut']) == (1, 0)
+    rows = [json.loads(line) for line in (out / 'arc_challenge-soft.jsonl').open()]
+    assert [r['cut'] for r in rows] == [True, False]
     lines = task_lines({'workdir': 'runs/x', 'step': 7, 'out': 'o', 'tasks': found})
+    assert sum(line.startswith('1 of them do not fit the trained context: the left ends') for line in lines) == 1
     assert any(line.startswith('soft less standard: acc +0.167') for line in lines)
     write(files, 'arc_easy', test=questions('AAAA'))
     with pytest.raises(UserError, match='arc_easy made otherwise: files was'):

@@ -5,6 +5,7 @@ Shapes: B rows, T positions, V vocabulary.
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import pytest
 from helpers_e2e import finish, rows, send_when, start, train
 from helpers_hf_folders import LLAMA_3, MODELS, SMALL, VOCAB_SIZE, make_folder, make_model, torch, transformers
 
+from fbt_jax.cli import main
 from fbt_jax.config_file import load_config_file
 from fbt_jax.data import open_data
 from fbt_jax.inference.generate import generate
@@ -49,6 +51,20 @@ def test_a_run_that_was_imported_is_exported(tmp_path: Path) -> None:
     told = export_hf(load_run(str(tmp_path / 'run')), str(tmp_path / 'out'), data_folder=tmp_path, metrics=[])
     assert max(told.difference) < 1e-4
     assert told.tokenizer
+
+
+def test_what_is_not_the_run_s_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids at which its own `generate` ends besides, and a chat template."""
+    make_folder(tmp_path / 'hf')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    tokenizer.chat_template = '{{ messages }}'
+    tokenizer.save_pretrained(tmp_path / 'hf')
+    eos = tokenizer.eos_token_id
+    (tmp_path / 'hf' / 'generation_config.json').write_text(json.dumps({'eos_token_id': [eos, 5, 7]}))
+    assert main(['import', f'--from={tmp_path / "hf"}', f'--workdir={tmp_path / "run"}']) == 0
+    out = capsys.readouterr().out
+    assert 'its own texts also end at other ids than EOS: fbt generate --stop-id=5 --stop-id=7\n' in out
+    assert 'its chat template is left out: the run continues plain text\n' in out
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])

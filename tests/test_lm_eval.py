@@ -143,6 +143,7 @@ def test_a_row_that_is_too_long_loses_its_left_end_and_it_is_told(caplog: pytest
     with caplog.at_level(logging.WARNING, 'lm_eval.fbt'):
         found = model.loglikelihood(asked(long, short))
         assert '1 of 2 requests: contexts lose their left ends, for max_length = 20' in caplog.text
+        assert model.cut_contexts == {long[0]}
         caplog.clear()
         # 20 inputs and the last target: what is cut makes no difference.
         assert model.loglikelihood(asked(('?' + long[0], 'ij')))[0][0] == pytest.approx(found[0][0], abs=1e-5)
@@ -299,6 +300,13 @@ def test_a_prompt_that_is_too_long_loses_its_left_end() -> None:
     assert generate(run, [[98] * 10], mode='standard', max_tokens=38).texts == [text]
     with pytest.raises(UserError, match='num_beams = 4: would have no effect'):
         FbtLM(run).generate_until(asked(('a', {'num_beams': 4})))
+    one = [FbtLM(run).generate_until(asked(('a', {'max_gen_toks': 3} | beams))) for beams in ({}, {'num_beams': 1})]
+    assert one[0] == one[1]
+
+
+def test_there_is_no_chat_template() -> None:
+    with pytest.raises(UserError, match='this model has no chat template'):
+        FbtLM(small_run(dtype='float32')).apply_chat_template([{'role': 'user', 'content': 'a'}])
 
 
 def test_more_tokens_than_the_context_holds_are_cut_to_half_of_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -308,7 +316,9 @@ def test_more_tokens_than_the_context_holds_are_cut_to_half_of_it(caplog: pytest
     logging.getLogger('lm_eval').propagate = True
     with caplog.at_level(logging.WARNING, 'lm_eval.fbt'):
         given = ({}, {'max_gen_toks': 48}, {'max_gen_toks': 24})
-        texts = FbtLM(run).generate_until(asked(*zip(prompts, given, strict=True)))
+        model = FbtLM(run)
+        texts = model.generate_until(asked(*zip(prompts, given, strict=True)))
+    assert model.cut_contexts == {prompts[0]}
     expected = [[*b'a' * 14, *b'b' * 10], [256, *b'x'], [256, *b'y']]
     assert texts == [generate(run, [ids], mode='standard', max_tokens=24).texts[0] for ids in expected]
     told = '2 of 3 requests: max_gen_toks leaves no room for prompts in max_length = 48: half of it is taken'
@@ -325,7 +335,7 @@ def test_more_tokens_than_the_context_holds_are_cut_to_half_of_it(caplog: pytest
 @float64
 def test_an_automatic_batch_size_changes_nothing(options: dict[str, Any]) -> None:
     run = small_run()
-    alone, auto = (FbtLM(run, batch_size=size, **options) for size in (1, 'auto'))
+    alone, auto = (FbtLM(run, batch_size=size, **options) for size in (1, 'auto:4'))
     scores = auto.loglikelihood(asked(*REQUESTS))
     np.testing.assert_allclose(scores, alone.loglikelihood(asked(*REQUESTS)), rtol=1e-9)
     text = asked((corpus.split().validation[0][:140],), ('né☃',))
@@ -382,7 +392,7 @@ def test_the_harness_stores_results(tmp_path: Path) -> None:
         ({'mode': 'hard'}, r"mode = 'hard': must be one of standard, soft, fused"),
         ({'fused_passes': 1}, r'fused_passes = 1: has no effect in mode standard'),
         ({'mode': 'fused', 'fused_passes': 0}, r'fused_passes = 0: must be at least 1'),
-        ({'batch_size': 'auto:4'}, r"batch_size = 'auto:4': must be a number above 0, or 'auto'"),
+        ({'batch_size': 'auto:x'}, r"batch_size = 'auto:x': must be a number above 0, or 'auto'"),
         ({'batch_size': 0}, r'batch_size = 0: must be a number above 0'),
         ({'batch_size': 'auto', 'max_batch_size': 0}, r'max_batch_size = 0: must be at least 1'),
         ({'max_length': 49}, r'max_length = 49: must lie in 1\.\.48, the trained context'),

@@ -8,6 +8,7 @@ Modes: standard (plain embeddings), soft (each step fed with the state of the on
 """
 
 import argparse
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--num-samples', type=int, default=1, metavar='N', help='continuations of each prompt')
     parser.add_argument('--seed', type=int, default=0, metavar='N')
     parser.add_argument('--fused-passes', type=int, metavar='F', help='for --mode=fused (default: 1)')
+    parser.add_argument(
+        '--stop-id', action='append', default=[], type=int, metavar='ID', help='a token that ends a text as EOS does'
+    )
     parser.add_argument('--stop', action='append', default=[], metavar='TEXT', help='ends a text; may be given again')
     parser.add_argument('--step', type=int, metavar='N', help='checkpoint (default: the newest)')
     parser.add_argument('--json', action='store_true', help='a JSON object a continuation, a line each')
@@ -78,14 +82,13 @@ def _generate(args: argparse.Namespace, prompts: list[str] | None) -> None:
         check(trained, **_options(args))
         if trained.tokenizer is None:
             raise UserError(f'{args.workdir}: this model reads no text')
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors='surrogateescape')  # one line that is not UTF-8 takes no other along
         while True:
             try:
                 prompt = input('> ')
             except EOFError:
                 return
-            except UnicodeDecodeError:
-                print('that is not UTF-8', file=sys.stderr)
-                continue
             try:
                 _answer(args, trained, [prompt], True)
             except UserError as error:  # a prompt that is too long ends no conversation
@@ -103,6 +106,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         'seed': args.seed,
         'fused_passes': 1 if args.fused_passes is None else args.fused_passes,
         'stop': tuple(args.stop),
+        'stop_ids': tuple(args.stop_id),
     }
 
 

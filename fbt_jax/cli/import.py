@@ -37,6 +37,11 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     print(f'logits on {told.positions:,} tokens of the embedded novels: {told.difference:.1e} apart at most{exact}')
     for key, value in told.assumed.items():
         print(f"its config.json doesn't say {key}: taken as {value}, as transformers does")
+    if told.ends:
+        flags = ' '.join(f'--stop-id={id_}' for id_ in told.ends)
+        print(f'its own texts also end at other ids than EOS: fbt generate {flags}')
+    if told.has_chat_template:
+        print('its chat template is left out: the run continues plain text')
     config = shlex.quote(str(Path(args.workdir) / 'config.py'))
     print(f'to go on with feedback: fbt train --config={config} --workdir=NEW --config.data.source=...')
     return 0

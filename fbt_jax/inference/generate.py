@@ -29,9 +29,9 @@ class Generations(NamedTuple):
     """Of each prompt in turn, each of its samples in turn."""
 
     texts: list[str]  # what each adds to its prompt's; cut before a stop string
-    tokens: list[list[int]]  # that were chosen, up to EOS or to the one that brought a stop text
+    tokens: list[list[int]]  # that were chosen, up to EOS or a stop id, or to the one that brought a stop text
     log_probs: list[list[float]]  # of each token by the model itself, natural logarithms
-    finished: list[str]  # 'eos', 'stop' (a stop string) or 'length'
+    finished: list[str]  # 'eos' (or another of the stop ids), 'stop' (a stop string) or 'length'
 
 
 class Piece(NamedTuple):
@@ -64,6 +64,7 @@ def stream(
     seed: int = 0,
     fused_passes: int = 1,
     stop: Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
     numbers: Sequence[int] | None = None,
 ) -> Generator[Piece, None, Generations]:
     """Yields text as it comes; returns `Generations`.
@@ -78,6 +79,7 @@ def stream(
       seed: rows draw by (seed, prompt's number, sample's number, step), whatever is decoded beside them.
       fused_passes: f >= 1 passes over the prompt after the plain one, for mode 'fused'.
       stop: texts that end a row; EOS always does.
+      stop_ids: ids that end a row as EOS does.
       numbers: of the prompts, in 0..2**21 - 1, by which they draw (default: 0, 1, ...).
 
     Raises:
@@ -85,7 +87,8 @@ def stream(
         model was not trained with feedback and the mode needs it.
     """
     stop = (stop,) if isinstance(stop, str) else stop
-    for name, value in (('prompts', prompts), ('stop', stop), ('numbers', () if numbers is None else numbers)):
+    given = {'prompts': prompts, 'stop': stop, 'stop_ids': stop_ids, 'numbers': () if numbers is None else numbers}
+    for name, value in given.items():
         require(_is_list(value), name, value, 'must be a list')
     check(
         run,
@@ -98,6 +101,7 @@ def stream(
         seed=seed,
         fused_passes=fused_passes,
         stop=tuple(stop),
+        stop_ids=tuple(stop_ids),
     )
     num_samples, fused_passes = int(num_samples), int(fused_passes)  # numpy's have no bit_length
     ids = [encoded(run, prompt) for prompt in prompts]
@@ -129,9 +133,9 @@ def stream(
     rows_B = np.arange(padded_rows(count))
     real_B = rows_B < count
     prompt_B = np.where(real_B, rows_B // num_samples, 0)
-    eos = getattr(run.tokenizer, 'eos_id', -1)
+    ends = (getattr(run.tokenizer, 'eos_id', -1), *map(int, stop_ids))
     common: dict[str, Any] = {
-        'stop_ids': jnp.array([eos]),
+        'stop_ids': jnp.array(ends),
         # The number of a row's noise must not change with that of the others' samples.
         'rows_B': jnp.asarray(np.asarray(numbers)[prompt_B] * MOST_SAMPLES + rows_B % num_samples, jnp.int32),
         'key': jax.random.key(seed),
@@ -143,7 +147,7 @@ def stream(
         read = spread(read, jnp.asarray(prompt_B))
     state = begin(run.model, params, read, jnp.asarray(~real_B), max_tokens=room, **common)
     del read  # its cache is the state's
-    texts = _Texts(run.tokenizer, [ids[n] for n in prompt_B[:count]], eos, tuple(stop))
+    texts = _Texts(run.tokenizer, [ids[n] for n in prompt_B[:count]], ends, tuple(stop))
     while True:
         steps = int(state.steps)
         yield from texts.look(state, last=steps >= max_tokens)
@@ -166,6 +170,7 @@ def check(
     seed: int,
     fused_passes: int,
     stop: tuple[str, ...],
+    stop_ids: tuple[int, ...],
 ) -> None:
     """UserError for what can be known before anything is read."""
     require(mode in MODES, 'mode', mode, f'must be one of {", ".join(MODES)}')
@@ -178,6 +183,8 @@ def check(
         real = isinstance(number, int | float | np.integer | np.floating) and not isinstance(number, bool)
         require(real, name, number, 'must be a number')
     require(all(isinstance(text, str) for text in stop), 'stop', stop, 'must be texts')
+    fit = all(_is_whole(id_) and 0 <= id_ < run.config.model.vocab_size for id_ in stop_ids)
+    require(fit, 'stop_ids', stop_ids, f'must be ids of the model, 0..{run.config.model.vocab_size - 1}')
     require(max_tokens is None or max_tokens >= 1, 'max_tokens', max_tokens, 'must be at least 1')
     require(temperature == 0 or 1e-4 <= temperature <= 1e4, 'temperature', temperature, 'must be 0 or lie in 1e-4..1e4')
     require(top_k >= 0, 'top_k', top_k, 'must not be negative')
@@ -230,8 +237,8 @@ def padded_rows(number: int) -> int:
 class _Texts:
     """The rows' texts as they grow: what is final of them, and whether a stop string has come."""
 
-    def __init__(self, tokenizer: Any, prompts: list[list[int]], eos: int, stop: tuple[str, ...]) -> None:
-        self._tokenizer, self._prompts, self._eos, self._stop = tokenizer, prompts, eos, stop
+    def __init__(self, tokenizer: Any, prompts: list[list[int]], ends: tuple[int, ...], stop: tuple[str, ...]) -> None:
+        self._tokenizer, self._prompts, self._ends, self._stop = tokenizer, prompts, ends, stop
         count = len(prompts)
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._log_probs: list[list[float]] = [[] for _ in range(count)]
@@ -257,8 +264,9 @@ class _Texts:
             new = tokens_BN[row, len(own) : steps].tolist()
             if last:
                 self._finished[row] = 'length'
-            if self._eos in new:
-                new = new[: new.index(self._eos) + 1]
+            end = next((n for n, id_ in enumerate(new) if id_ in self._ends), None)
+            if end is not None:
+                new = new[: end + 1]
                 self._finished[row] = 'eos'
             self._log_probs[row] += log_probs_BN[row, len(own) : len(own) + len(new)].tolist()
             own += new

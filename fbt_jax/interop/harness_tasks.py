@@ -97,15 +97,17 @@ def evaluate_harness(run: Run, plan: Plan, settings: Settings, out: Path) -> dic
     found: dict[str, Any] = {}
     for name, leaves in plan.members.items():
         by_mode: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
+        cut: set[tuple[str, str]] = set()
         for mode in settings.modes or ():
             scores = by_mode.setdefault(mode, {})
             for leaf in leaves:
                 records = Records(out, leaf, mode).read().values()
                 scores |= {(leaf, record['item']): record['scores'] for record in records}
+                cut |= {(leaf, record['item']) for record in records if record.get('cut')}
         shots = "the task's own" if settings.shots is None else settings.shots
         files = plan.files[leaves[0]]
         source = settings.files or 'the harness' if files is None else scored_file(plan.manager, leaves[0], files)
-        found[name] = {'source': source, 'shots': shots} | harness_scores(by_mode)
+        found[name] = {'source': source, 'shots': shots, 'cut': len(cut)} | harness_scores(by_mode)
     return found
 
 
@@ -120,6 +122,7 @@ def _evaluate_leaf(run: Run, plan: Plan, leaf: str, settings: Settings, out: Pat
         if mode not in models:
             fused_passes = settings.fused_passes if mode == 'fused' else None
             models[mode] = FbtLM(run, mode=mode, batch_size=settings.batch_size, fused_passes=fused_passes)
+        models[mode].cut_contexts.clear()
         results = simple_evaluate(
             model=models[mode],
             tasks=[task],
@@ -130,7 +133,7 @@ def _evaluate_leaf(run: Run, plan: Plan, leaf: str, settings: Settings, out: Pat
         )
         if processes.is_primary():
             assert results is not None
-            records[mode].write(_records(leaf, mode, results, task.aggregation()))
+            records[mode].write(_records(leaf, mode, results, task.aggregation(), models[mode].cut_contexts))
 
 
 def _require_examples(task: Any, leaf: str, shots: int | None) -> None:
@@ -245,9 +248,14 @@ def _leaves(manager: Any, name: str) -> Iterator[str]:
         yield from _leaves(manager, member)
 
 
-def _records(leaf: str, mode: str, results: Any, aggregation: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One an item. `scores`: of each filter those numbers of single items whose mean is the metric, and none that the
-    harness makes otherwise, such as a perplexity."""
+def _records(
+    leaf: str, mode: str, results: Any, aggregation: dict[str, Any], cut: set[str]
+) -> Iterator[dict[str, Any]]:
+    """One an item.
+
+    cut: whether it was asked without the left end of its prompt. scores: of each filter those numbers of single items
+    whose mean is the metric, and none that the harness makes otherwise, such as a perplexity.
+    """
     from lm_eval.api.metrics import mean
 
     samples: dict[Any, list[Any]] = {}
@@ -267,6 +275,7 @@ def _records(leaf: str, mode: str, results: Any, aggregation: dict[str, Any]) ->
             'item': item,
             'sample': 0,
             'prompt': first['arguments'],
+            'cut': any(context in cut for context, *_ in first['arguments']),
             'output': outputs if len(outputs) > 1 else first['filtered_resps'],
             'answer': first['target'],
             'verdict': None if 'acc' not in scores else {0.0: 'wrong', 1.0: 'correct'}.get(scores['acc']),

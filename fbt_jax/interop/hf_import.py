@@ -27,6 +27,7 @@ from fbt_jax.config_data import DataConfig
 from fbt_jax.config_model import ModelConfig
 from fbt_jax.config_passes import PassesConfig
 from fbt_jax.data import corpus, load_tokenizer, open_data, resolved
+from fbt_jax.data.tokenizer import Tokenizer
 from fbt_jax.errors import UserError, require
 from fbt_jax.files import replace
 from fbt_jax.interop.hf_compare import (
@@ -64,6 +65,8 @@ class Imported(NamedTuple):
     in_float64: the same in float64, looked at where rounding in float32 exceeds TOLERANCE.
 
     assumed: what its config.json leaves unsaid, as `transformers` has it.
+
+    ends: ids at which its own texts end, beside the run's EOS. Neither they nor a chat template are the run's.
     """
 
     config: Config
@@ -72,6 +75,8 @@ class Imported(NamedTuple):
     in_float64: float | None
     positions: int
     assumed: dict[str, Any]
+    ends: list[int]
+    has_chat_template: bool
 
 
 def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Imported:
@@ -116,7 +121,9 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
         replace(data_folder(str(temporary)) / TOKENIZER, opened.tokenizer)
         config = _config(model, opened, data_folder(str(Path(workdir).absolute())) / TOKENIZER, seq_len)
         config = dataclasses.replace(config, data=_resolved(config.data, temporary, source))
-        _require_same_ids(config, temporary, opened)
+        tokenizer = load_tokenizer(config.data, data_folder(str(temporary)))
+        assert tokenizer is not None
+        _require_same_ids(tokenizer, opened)
         difference, in_float64 = _difference(model, params, opened), None
         if not difference <= TOLERANCE:  # written so that not-a-number does not pass
             exact = _open(source, folder, gguf_file, scratch, model, length, 'float64')
@@ -128,7 +135,9 @@ def import_hf(source: str, workdir: str, *, seq_len: int | None = None) -> Impor
     count = sum(int(np.prod(place.shape)) for place in places(model).values())
     rope = theirs['rope_parameters']
     assumed = {} if gguf_file else {key: (theirs | rope)[key] for key in _DECIDING if key not in said}
-    return Imported(config, count, difference, in_float64, int(opened.tokens_BT.size), assumed)
+    ends = [id_ for id_ in opened.ends if id_ != tokenizer.eos_id]
+    positions = int(opened.tokens_BT.size)
+    return Imported(config, count, difference, in_float64, positions, assumed, ends, opened.has_chat_template)
 
 
 class _Opened(NamedTuple):
@@ -138,6 +147,8 @@ class _Opened(NamedTuple):
     bos: str | None
     eos: str | None
     ids: list[list[int]]  # of each of `probes`
+    ends: list[int]  # at which its own `generate` ends
+    has_chat_template: bool
     tokens_BT: np.ndarray
     places_P: np.ndarray
     logits_BPV: np.ndarray
@@ -242,9 +253,7 @@ def _resolved(data: DataConfig, folder: Path, source: str) -> DataConfig:
         raise UserError(f'--from={source}: its tokenizer: {told} (bos_token, eos_token)') from None
 
 
-def _require_same_ids(config: Config, folder: Path, opened: _Opened) -> None:
-    tokenizer = load_tokenizer(config.data, data_folder(str(folder)))
-    assert tokenizer is not None
+def _require_same_ids(tokenizer: Tokenizer, opened: _Opened) -> None:
     for text, theirs in zip(probes(None), opened.ids, strict=True):
         if tokenizer.encode(text) != theirs:
             raise RuntimeError(f'transformers reads {text[:40]!r} as {theirs[:8]}, its tokenizer.json alone does not')

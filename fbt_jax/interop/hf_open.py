@@ -50,9 +50,11 @@ def main(question: str, answer: str) -> None:
         'eos': tokenizer.eos_token,
         'ids': [tokenizer(t, **plain)['input_ids'] for t in asked['probes']],
     }
-    (out / 'told.json').write_text(json.dumps(told))
-
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32, **gguf).eval()
+    ends = model.generation_config.eos_token_id
+    told |= {'ends': ends if isinstance(ends, list) else [] if ends is None else [ends]}
+    told |= {'has_chat_template': bool(tokenizer.chat_template)}
+    (out / 'told.json').write_text(json.dumps(told))
     if asked['weights']:
         tied = model.config.tie_word_embeddings
         weights = {n: w.contiguous() for n, w in model.state_dict().items() if not (tied and n == 'lm_head.weight')}

@@ -54,15 +54,17 @@ def model_config(theirs: dict[str, Any], where: str) -> ModelConfig:
 
     family = theirs.get('model_type')
     require(family in FAMILIES, 'model_type', ', '.join(FAMILIES))
-    require(theirs['hidden_act'] == 'silu', 'hidden_act', 'silu')
+    require(theirs['hidden_act'] in ('silu', 'swish'), 'hidden_act', 'silu')
     windowed = any(kind != 'full_attention' for kind in theirs.get('layer_types') or [])
     require(not windowed, 'layer_types', 'full attention')
     width, num_heads = theirs['hidden_size'], theirs['num_attention_heads']
     head_dim = theirs.get('head_dim') or width // num_heads
-    biases: tuple[str, ...] = ('query', 'key', 'value') if family == 'qwen2' else ()
-    if theirs.get('attention_bias'):
+    biases: tuple[str, ...] = ()
+    if family == 'qwen2':  # which reads neither key
+        biases = ('query', 'key', 'value')
+    elif theirs.get('attention_bias'):
         biases = ('query', 'key', 'value', 'output')
-    if theirs.get('mlp_bias'):
+    if family == 'llama' and theirs.get('mlp_bias'):
         biases += ('mlp_gate', 'mlp_up', 'mlp_down')
     theta, scaling = _rope(theirs['rope_parameters'], where)
     return ModelConfig(

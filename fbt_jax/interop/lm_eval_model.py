@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 import sys
 import traceback
 import zlib
@@ -105,7 +106,7 @@ class FbtLM(LM):
         require(mode in MODES, 'mode', mode, f'must be one of {", ".join(MODES)}')
         require(fused_passes is None or mode == 'fused', 'fused_passes', fused_passes, f'has no effect in mode {mode}')
         require(_is_int(fused_passes, 1) or fused_passes is None, 'fused_passes', fused_passes, 'must be at least 1')
-        auto = batch_size == 'auto'
+        auto = re.fullmatch(r'auto(:\d+)?', str(batch_size)) is not None  # N times, in the harness: here always
         sized = auto or (str(batch_size).isdigit() and int(batch_size) > 0)
         require(sized, 'batch_size', batch_size, "must be a number above 0, or 'auto'")
         require(
@@ -131,6 +132,7 @@ class FbtLM(LM):
         self._most_rows = (max_batch_size or sys.maxsize) if auto else int(batch_size)
         self._context, self._seed, self._calls = context, seed, itertools.count()
         self.max_length = max_length or context
+        self.cut_contexts: set[str] = set()  # those that lost their left ends
 
     # What the harness asks for
 
@@ -158,10 +160,15 @@ class FbtLM(LM):
         """By which the harness tells its stored requests apart."""
         return self._tokenizer.fingerprint
 
+    def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+        raise UserError('this model has no chat template, and is asked without one: leave --apply_chat_template out')
+
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         texts = [request.args for request in requests]
         pairs = encode_pairs(self._tokenizer, texts)
         self._meet(texts)
+        long = zip(texts, (sum(map(len, pair)) - 1 > self.max_length for pair in pairs), strict=True)
+        self._note_cut([context for (context, _), cut in long if cut], len(texts))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         for i, score in self._scores(pairs, 'loglikelihood', disable_tqdm):
             results[i] = (score.log_prob, score.greedy)
@@ -202,18 +209,19 @@ class FbtLM(LM):
         prompts = [[self._tokenizer.bos_id, *ids.tolist()] for ids in encoded]
         options = [self._options(given) for _, given in arguments]
         self._meet(arguments)
-        too_many, cut = 0, 0
+        too_many, cut = 0, []
         for i, chosen in enumerate(options):
             if chosen['max_tokens'] >= self.max_length:
                 too_many += 1
                 chosen['max_tokens'] = max(self.max_length // 2, 1)
             room = max(self.max_length - chosen['max_tokens'], 1)
-            cut += len(prompts[i]) > room
-            prompts[i] = prompts[i][-room:]
+            if len(prompts[i]) > room:
+                cut.append(arguments[i][0])
+                prompts[i] = prompts[i][-room:]
         if too_many:
             told = '%d of %d requests: max_gen_toks leaves no room for prompts in max_length = %d: half of it is taken'
             self._warn(told, too_many, len(prompts), self.max_length)
-        self._tell_cut(cut, len(prompts))
+        self._note_cut(cut, len(prompts))
         numbers_of = _noise_numbers(prompts)
         results = [''] * len(prompts)
         bar = self._bar(len(prompts), 'generate_until', disable_tqdm)
@@ -250,7 +258,6 @@ class FbtLM(LM):
         most = max((len(pair.continuation) for pair in pairs), default=0)
         require(most <= self.max_length, 'max_length', self.max_length, f'a continuation has {most} tokens')
         whole = [sum(map(len, pair)) for pair in pairs]
-        self._tell_cut(sum(n - 1 > self.max_length for n in whole), len(pairs))
         # The last token is no input, hence the 1.
         pairs = [Pair(p.context[-(self.max_length + 1 - len(p.continuation)) :], p.continuation) for p in pairs]
         waiting = sorted(range(len(pairs)), key=lambda i: -min(whole[i], self.max_length + 1))
@@ -297,10 +304,11 @@ class FbtLM(LM):
         if processes.is_primary():
             LOG.warning(*told)
 
-    def _tell_cut(self, cut: int, count: int) -> None:
-        if cut:
+    def _note_cut(self, contexts: list[str], count: int) -> None:
+        self.cut_contexts.update(contexts)
+        if contexts:
             told = '%d of %d requests: contexts lose their left ends, for max_length = %d'
-            self._warn(told, cut, count, self.max_length)
+            self._warn(told, len(contexts), count, self.max_length)
 
     def _score(self, pairs: list[Pair], rows: int) -> list[Score]:
         """Of at most `rows` pairs, in one program whose sizes are rounded up; rows without a pair count for nothing."""
@@ -328,6 +336,8 @@ class FbtLM(LM):
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         """Those of `generate` for a request's `gen_kwargs`."""
         chosen: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
+        if chosen.get('num_beams') == 1:  # what it is here
+            del chosen['num_beams']
         for name in sorted(chosen.keys() - GENERATION_KEYS):
             known = ', '.join(sorted(GENERATION_KEYS))
             raise UserError(f'gen_kwargs: {name} = {chosen[name]!r}: would have no effect; known are {known}')

@@ -13,6 +13,10 @@ def task_lines(figures: dict[str, Any]) -> list[str]:
         lines += ['', f'{name}: {task["items"]} items, {shots}, from {task["source"]}']
         if task.get('too_long'):
             lines.append(f'{task["too_long"]} of them do not fit the trained context and count as wrong')
+        if task.get('cut'):
+            lines.append(
+                f'{task["cut"]} of them do not fit the trained context: the left ends of their prompts are cut off'
+            )
         lines += _generative(task) if 'best_temperature' in task else _harness(task)
         lines += [_pair(pair, task.get('samples', 1)) for pair in task['pairs'] if pair['second_less_first']]
     return lines
