@@ -25,7 +25,7 @@ from helpers_hf import (
 from helpers_run import Run
 
 from fbt_jax.inference.generate import generate
-from fbt_jax.interop import modeling_fbt
+from fbt_jax.interop import hf_export, modeling_fbt
 
 
 @pytest.fixture(scope='module')
@@ -123,6 +123,123 @@ def test_trainer_s_count_divides_the_loss(model: Any) -> None:
     torch.testing.assert_close(mean, 2 * counted)
 
 
+@pytest.mark.parametrize('passes', [1, 3])
+def test_the_loss_of_padded_rows_is_that_of_the_rows_alone(exact_model: Any, passes: int) -> None:
+    """Padding on the left predicts each row's first token, which nothing comes before."""
+    lengths, long = (4, 9, 20), 20
+    tokens_BT = torch.tensor(tokens_of(3, long), dtype=torch.long)
+    rows = [tokens_BT[i : i + 1, :length] for i, length in enumerate(lengths)]
+    counts = [length - 1 for length in lengths]
+    losses = [exact_model(row, labels=row, num_passes=passes).loss.item() for row in rows]
+    right_BT = torch.stack([torch.arange(long) < length for length in lengths])
+    for mask_BT in (right_BT, right_BT.flip(1)):
+        ids_BT = torch.full((3, long), 7).masked_scatter(mask_BT, torch.cat(rows, dim=1))
+        inputs = {'labels': ids_BT.masked_fill(~mask_BT, -100), 'num_passes': passes}
+        for mask in (mask_BT, mask_BT.long()):
+            loss = exact_model(ids_BT, attention_mask=mask, **inputs).loss.item()
+            np.testing.assert_allclose(loss, np.average(losses, weights=counts), rtol=1e-6)
+        loss = exact_model(ids_BT, attention_mask=mask_BT, num_items_in_batch=torch.tensor(33), **inputs).loss.item()
+        np.testing.assert_allclose(loss, np.dot(losses, counts) / 33, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings('ignore::FutureWarning')
+@pytest.mark.parametrize('passes', [1, 3])
+def test_gradient_checkpointing_changes_no_gradient(
+    exact: Run, exact_model: Any, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, attention = [], modeling_fbt.FbtBlock._attention
+    monkeypatch.setattr(
+        modeling_fbt.FbtBlock, '_attention', lambda block, *args: reads.append(block.index) or attention(block, *args)
+    )
+    inputs = padded(exact, PROMPTS)
+    ids = inputs['input_ids']
+    exact_model.zero_grad()
+    expected = exact_model(**inputs, labels=ids, num_passes=passes)
+    expected.loss.backward()
+    model = load(exact).train()
+    model.gradient_checkpointing_enable()
+    reads.clear()
+    out = model(**inputs, labels=ids, num_passes=passes, use_cache=True)
+    assert out.loss == expected.loss
+    assert out.get(modeling_fbt._CACHE) is None
+    assert reads == [0, 1] * passes
+    out.loss.backward()
+    assert len(reads) == 2 * 2 * passes  # once more on the way back
+    for (name, found), reference in zip(model.named_parameters(), exact_model.parameters(), strict=True):
+        if reference.grad is None:
+            assert found.grad is None, name
+        else:
+            torch.testing.assert_close(found.grad, reference.grad, atol=0, rtol=1e-12)
+    cache = transformers.DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match='cache = DynamicCache: gradient checkpointing trains without a cache'):
+        model(ids, **{modeling_fbt._CACHE: cache})
+    options = {'max_new_tokens': 5, 'mode': 'soft'}
+    assert new_tokens(model, inputs, exact, **options) == new_tokens(exact_model, inputs, exact, **options)
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_more_or_fewer_tokens_leave_the_others_as_they_were(run: Run, tied: bool) -> None:
+    config = modeling_fbt.FbtConfig(**hf_export.hf_config(run, 'float32') | {'tie_word_embeddings': tied})
+    model = modeling_fbt.FbtForCausalLM(config).eval()
+    ids = torch.tensor(tokens_of(vocab=200), dtype=torch.long)
+    before_BTV = model(ids, num_passes=2).logits
+    for size in (300, 200):
+        model.resize_token_embeddings(size)
+        after_BTV = model(ids, num_passes=2).logits
+        assert (model.config.vocab_size, after_BTV.shape[-1]) == (size, size)
+        torch.testing.assert_close(after_BTV[..., :200], before_BTV[..., :200], atol=1e-5, rtol=0)
+    if not tied:
+        head = torch.nn.Linear(16, 200)
+        head.weight.data, head.bias.data = model.head.weight.data, torch.ones(200)
+        model.set_output_embeddings(head)
+        torch.testing.assert_close(model(ids, num_passes=2).logits, after_BTV + 1, atol=1e-5, rtol=0)
+
+
+def test_what_layers_share_is_the_same_on_another_device(
+    exact: Run, exact_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """'cpu:0' is a second name of the first device, so that the values can be compared."""
+    inputs = padded(exact, PROMPTS)
+    expected_BTV = exact_model(**inputs, num_passes=2, use_cache=True).logits
+    on, places = modeling_fbt._Rows.on, iter([torch.device('cpu'), torch.device('cpu', 0)] * 2)
+    monkeypatch.setattr(modeling_fbt._Rows, 'on', lambda rows, _: on(rows, next(places)))
+    assert torch.equal(exact_model(**inputs, num_passes=2, use_cache=True).logits, expected_BTV)
+    assert not list(places)
+
+
+@pytest.mark.parametrize(
+    ('passes', 'first'),
+    [
+        pytest.param(1, ['embedding', 'input_norm', 'fusion', 'layers.0'], id='the last layer elsewhere'),
+        pytest.param(3, ['embedding'], id='all layers elsewhere, several passes'),
+    ],
+)
+def test_layers_may_lie_on_several_devices(run: Run, passes: int, first: list[str]) -> None:
+    """'meta' is the second device: it computes nothing, but takes no tensors of the first, as a GPU wouldn't."""
+    hooks = pytest.importorskip('accelerate.hooks')
+    changes = {'tie_word_embeddings': False, 'input_norm': 'fused', 'layer_types': ['full_attention'] * 2}
+    model = modeling_fbt.FbtForCausalLM(modeling_fbt.FbtConfig(**hf_export.hf_config(run, 'float32') | changes))
+    for name in ('embedding', 'input_norm', 'fusion', 'layers.0', 'layers.1', 'final_norm', 'head'):
+        if name not in first:
+            module = model.get_submodule(name).to('meta')
+            hooks.add_hook_to_module(module, hooks.AlignDevicesHook('meta', io_same_device=False))
+    inputs = padded(run, PROMPTS)
+    counted = {'labels': inputs['input_ids'], 'num_items_in_batch': torch.ones(1)}
+    out = model(**inputs, **counted, num_passes=passes, use_cache=True)
+    cache = out[modeling_fbt._CACHE]
+    assert [layer.keys.device.type for layer in cache.layers] == ['cpu' if 'layers.0' in first else 'meta', 'meta']
+    mask_BT = torch.nn.functional.pad(inputs['attention_mask'], (0, 1), value=1)
+    step = model(inputs['input_ids'][:, :1], attention_mask=mask_BT, **{modeling_fbt._CACHE: cache})
+    assert {x.device.type for x in (out.loss, out.logits, step.logits)} == {'meta'}
+
+
+def test_a_tied_head_reads_the_states_where_the_embedding_lies(run: Run) -> None:
+    model = load(run)
+    model.embedding.to('meta')
+    assert model._logits(torch.ones(1, 1, 16)).device.type == 'meta'
+    assert {'FbtBlock', 'FbtFusion'} <= set(model._no_split_modules)
+
+
 @pytest.mark.parametrize(('mode', 'fused_passes'), ALL_MODES)
 @float64
 def test_both_generate_the_same(exact: Run, exact_model: Any, mode: str, fused_passes: int | None) -> None:
@@ -196,6 +313,8 @@ def test_what_cannot_be_decoded_is_told(run: Run, model: Any) -> None:
     ]:
         with pytest.raises(ValueError, match=re.escape(told)):
             model.generate(**inputs, max_new_tokens=3, **options)
+    with pytest.raises(ValueError, match='continuous batching pages its cache: this model needs a cache that grows'):
+        model.generate_batch(inputs['input_ids'].tolist(), max_new_tokens=3)
     fixed = transformers.StaticCache(config=model.config, max_cache_len=9)
     with pytest.raises(ValueError, match='cache = StaticCache: this model needs a cache that grows'):
         model(inputs['input_ids'], **{modeling_fbt._CACHE: fixed})

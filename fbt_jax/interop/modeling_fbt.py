@@ -14,6 +14,7 @@ Rows are one document each, padded on the left or on the right as `attention_mas
 Shapes: B rows, T positions, S keys, D width, N query heads, M key/value heads, H head width, V vocabulary.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 MODES = ('standard', 'soft', 'fused')
@@ -153,8 +155,21 @@ class _Rows:
         angle_B1Th = positions_BT[:, None, :, None].to(dtype) * frequency_h
         self.cos, self.sin = angle_B1Th.cos(), angle_B1Th.sin()
         self.length, self.past = positions_BT.shape[1], past
-        self._attention_mask, self._device = attention_mask, positions_BT.device
+        self._attention_mask = attention_mask
         self._masks: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._elsewhere: dict[torch.device, _Rows] = {}
+
+    def on(self, device: torch.device) -> '_Rows':
+        """The same for the layers that lie there: a device map splits them, and its hooks move tensors alone."""
+        if device == self.cos.device:
+            return self
+        if device not in self._elsewhere:
+            rows = self._elsewhere[device] = copy.copy(self)
+            rows.cos, rows.sin = self.cos.to(device), self.sin.to(device)
+            rows._masks, rows._elsewhere = {}, {}
+            if self._attention_mask is not None:
+                rows._attention_mask = self._attention_mask.to(device)
+        return self._elsewhere[device]
 
     def attend(self, q_BNTH: torch.Tensor, k_BMSH: torch.Tensor, v_BMSH: torch.Tensor, window: int) -> torch.Tensor:
         """softmax(q k / sqrt(H)) v, (B, N, T, H). Query head n reads key head n // (N/M). `window` 0: all keys."""
@@ -173,8 +188,8 @@ class _Rows:
         if self._attention_mask is None and alone and (not window or keys <= window):
             return None
         end = self.past + self.length
-        key_S = torch.arange(end - keys, end, device=self._device)
-        behind_TS = torch.arange(self.past, end, device=self._device)[:, None] - key_S
+        key_S = torch.arange(end - keys, end, device=self.cos.device)
+        behind_TS = torch.arange(self.past, end, device=self.cos.device)[:, None] - key_S
         seen_BTS = (behind_TS >= 0)[None]
         if window:
             seen_BTS = seen_BTS & (behind_TS < window)
@@ -184,7 +199,7 @@ class _Rows:
         return seen_BTS[:, None]
 
 
-class FbtBlock(nn.Module):
+class FbtBlock(GradientCheckpointingLayer):
     """One layer: attention and SwiGLU branches, each normed before and after and scaled by L^-1/2."""
 
     def __init__(self, config: FbtConfig, index: int) -> None:
@@ -216,7 +231,7 @@ class FbtBlock(nn.Module):
         self.mlp_down = linear('mlp_down', config.intermediate_size, width)
 
     def forward(self, x_BTD: torch.Tensor, rows: _Rows, cache: Any = None) -> torch.Tensor:
-        branch_BTD = self._attention(self.attention_norm(x_BTD), rows, cache)
+        branch_BTD = self._attention(self.attention_norm(x_BTD), rows.on(x_BTD.device), cache)
         x_BTD = x_BTD + self.scale * self.attention_post_norm(branch_BTD)
         y_BTD = self.mlp_norm(x_BTD)
         branch_BTD = self.mlp_down(F.silu(self.mlp_gate(y_BTD)) * self.mlp_up(y_BTD))
@@ -259,8 +274,9 @@ class FbtFusion(nn.Module):
 class FbtForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = FbtConfig
     base_model_prefix = ''
-    _no_split_modules = ['FbtBlock']  # noqa: RUF012
+    _no_split_modules = ['FbtBlock', 'FbtFusion']  # noqa: RUF012
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
     _can_compile_fullgraph = False
 
     def __init__(self, config: FbtConfig) -> None:
@@ -292,8 +308,13 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         """None where the head is the input embedding itself."""
         return getattr(self, 'head', None)
 
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.head = value
+
     def _logits(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden_BTD, getattr(self, 'head', self.embedding).weight)
+        if hasattr(self, 'head'):
+            return self.head(hidden_BTD)
+        return F.linear(hidden_BTD.to(self.embedding.weight.device), self.embedding.weight)
 
     def forward(
         self,
@@ -317,13 +338,17 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
           attention_mask: (B, past + T), 0 where there is padding. position_ids: default: counted by the mask from 0.
-          labels: as `input_ids`, -100 where a token doesn't count; shifted here.
+          labels: as `input_ids`, -100 where a token doesn't count; shifted here. What padding predicts never counts.
           num_passes: K >= 1. Passes from the second on are fed with the states of the pass before.
           prev_hidden_states: (B, T, D), already shifted by one, for the only pass: None is a plain one.
           plain_mask: (B, T) bool: where a fed pass takes the embedding alone. First positions are plain in any case.
           num_items_in_batch: what the sum of the labels' losses is divided by; default: their number.
         """
         cache = past_key_values if cache is None else cache
+        if self.training and torch.is_grad_enabled() and any(block.gradient_checkpointing for block in self.layers):
+            if cache is not None:  # the backward pass reads a layer once more, and would fill it twice
+                raise ValueError(f'cache = {type(cache).__name__}: gradient checkpointing trains without a cache')
+            use_cache = False
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
         if getattr(cache, 'is_compileable', False):
@@ -332,6 +357,9 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         positions_BT = self._positions(input_ids, attention_mask, position_ids, past)
         plain_BT = positions_BT == 0 if plain_mask is None else plain_mask.bool() | (positions_BT == 0)
         self._require_passes(num_passes, prev_hidden_states, past)
+        if labels is not None and attention_mask is not None:
+            # Else padding on the left would predict its row's first token.
+            labels = labels.masked_fill(F.pad(attention_mask[:, past:-1], (1, 0), value=1) == 0, -100)
 
         fed_BTD, nlls, hidden_BTD = prev_hidden_states, [], torch.empty(0)
         every: list[torch.Tensor] | None = None
@@ -397,11 +425,12 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         if prev_BTD is not None:
             gate_input_BTD = x_BTD if self.config.input_norm == 'all' else self.input_norm(x_BTD)
             fused_BTD = self.input_norm(self.fusion(gate_input_BTD, prev_BTD.to(x_BTD.dtype)))
-            x_BTD = torch.where(plain_BT[..., None], x_BTD, fused_BTD)
+            device = fused_BTD.device
+            x_BTD = torch.where(plain_BT[..., None].to(device), x_BTD.to(device), fused_BTD)
         for block in self.layers:
             if every is not None:
                 every.append(x_BTD)
-            x_BTD = block(x_BTD, rows, cache)
+            x_BTD = block(x_BTD, rows, cache=cache)
         if every is not None:
             every.append(x_BTD)
         return self.final_norm(x_BTD)
@@ -411,7 +440,8 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         logits_NV = self._logits(hidden_BTD[:, :-1]).flatten(0, 1).float()
         targets_N = labels_BT[:, 1:].flatten().to(logits_NV.device)
         total = F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction='sum')
-        return total / ((targets_N != -100).sum() if count is None else count)
+        count = (targets_N != -100).sum() if count is None else torch.as_tensor(count, device=total.device)
+        return total / count
 
     def _loss(self, nlls: list[torch.Tensor]) -> torch.Tensor:
         first, *later = nlls
@@ -445,6 +475,10 @@ class FbtForCausalLM(PreTrainedModel, GenerationMixin):
         if mode == 'fused':
             kwargs['num_passes'] = 1 + (fused_passes or 1)
         return super().generate(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """What `generate_batch` starts with."""
+        raise ValueError(f'continuous batching pages its cache: {_GROWING}')
 
     def prepare_inputs_for_generation(
         self,
