@@ -103,6 +103,43 @@ def test_the_factor_of_a_known_power_law(tmp_path: Path, baseline: str) -> None:
     assert any('has not decayed' in note for note in result.notes)
 
 
+def test_passes_that_no_step_has_trained_are_not_compared(tmp_path: Path) -> None:
+    """Fusion left on, one pass in all steps: its later passes are noise, the first stands against all of the run's."""
+    idle = make_run(tmp_path / 'idle', steps=40, loss=lambda n: [power_law(n), 9.0, 9.0])
+    losses = lambda n: [power_law(1.5 * n), power_law(1.25 * n), power_law(1.25 * n), power_law(n)]  # noqa: E731
+    run = make_run(tmp_path / 'run', steps=20, loss=losses, drawn=lambda step: 2)
+    result = compare([idle, run])
+    assert [len(group.loss_SKN[0]) for group in result.groups] == [1, 4]
+    assert [(entry.passes, entry.baseline_passes) for entry in result.factors[0]] == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    assert [entry.factor_A[0].value.value for entry in result.factors[0]] == pytest.approx([1.5, 1.25, 1.25, 1.0])
+    assert f'{idle} is compared by its first pass: no step has trained those after it' in result.notes
+    assert not any(note.startswith(run) and 'first pass' in note for note in result.notes)
+    back = compare([run, idle])
+    assert [(entry.passes, entry.baseline_passes) for entry in back.factors[0]] == [(1, 1)]
+    early = make_run(tmp_path / 'early', steps=20, loss=losses, seed=1)  # of two seeds one has trained no feedback
+    assert [len(group.loss_SKN[0]) for group in compare([idle, run, early]).groups] == [1, 1]
+
+
+def test_a_later_pass_of_the_baseline_counts_from_where_feedback_is_trained(tmp_path: Path) -> None:
+    """Untrained it is at 5.2 from the start; trained from step 11 on it is the power law, which is at 5.07 there."""
+    losses = lambda n: [power_law(n), 5.2 if n <= 10_000 else power_law(n)]  # noqa: E731
+    late = make_run(tmp_path / 'late', steps=40, loss=losses, drawn=lambda step: 1 + (step > 10))
+    run = make_run(tmp_path / 'run', steps=5, loss=lambda n: [5.3, 5.3], drawn=lambda step: 2)
+    first, second = compare([late, run]).factors[0]
+    assert first.factor_A[0].value.value == pytest.approx((3.3 / 50) ** (-1 / 0.3) / 5000, rel=1e-2)
+    assert second.factor_A[0].value == Bound(11 / 5, '<')
+
+
+def test_feedback_that_the_origin_has_trained_counts(tmp_path: Path) -> None:
+    two = {'steps': 4, 'loss': lambda n: [3.0, 2.5]}
+    fed = make_run(tmp_path / 'fed', drawn=lambda step: 2, **two)
+    idle = make_run(tmp_path / 'idle', **two)
+    for name, origin, passes in (('a', fed, 2), ('b', idle, 1), ('c', str(tmp_path / 'gone'), 1)):
+        run = make_run(tmp_path / name, init__from=origin, **two)
+        further = make_run(tmp_path / f'{name}{name}', init__from=run, **two)
+        assert [len(group.loss_SKN[0]) for group in compare([run, further]).groups] == [passes] * 2
+
+
 def test_nothing_is_extrapolated(tmp_path: Path, baseline: str) -> None:
     better = make_run(tmp_path / 'better', steps=20, loss=lambda n: [power_law(3 * n)])
     worse = make_run(tmp_path / 'worse', steps=20, loss=lambda n: [9.0], model__mlp_width=32)
@@ -142,7 +179,7 @@ def noisy_group(rng: np.random.Generator, *, steps: int, ahead: float, seeds: ra
     axes_SAN = np.broadcast_to(tokens, (len(seeds), 3, steps))
     loss_SKN = power_law(ahead * tokens) + rng.normal(0, 0.05, (len(seeds), 1, 1))
     names = tuple(f'{seed}' for seed in seeds)
-    return Group('group', 1, names, tuple(seeds), np.arange(1, steps + 1), axes_SAN, loss_SKN)
+    return Group('group', 1, names, tuple(seeds), np.arange(1, steps + 1), axes_SAN, loss_SKN, axes_SAN[:, 0] > 0)
 
 
 @pytest.mark.parametrize('same_seeds', [True, False])
@@ -220,7 +257,7 @@ def test_a_run_that_has_not_ended_is_named(tmp_path: Path, baseline: str) -> Non
 
 
 def test_a_loss_that_was_not_finite(tmp_path: Path, baseline: str) -> None:
-    run = make_run(tmp_path / 'run', steps=20, loss=lambda n: [power_law(n), math.nan])
+    run = make_run(tmp_path / 'run', steps=20, loss=lambda n: [power_law(n), math.nan], drawn=lambda step: 2)
     result = compare([baseline, run])
     assert [entry.passes for entry in result.factors[0]] == [1]
     assert any('no factor after pass 2: the last loss was not finite' in note for note in result.notes)

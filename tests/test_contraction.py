@@ -165,6 +165,9 @@ K30 = np.arange(1, 31)
         (1e-3 * 1.2**K30, 3.0, 'diverging', 1.2),
         (0.9 * 0.97**K30, 3.0, 'undecided', 0.97),  # on its way, but not there
         (0.5 * 0.8**K30, 3.0 + 0.01 * K30, 'undecided', 0.8),  # settles while the loss climbs
+        (np.where(K30 < 6, 0.5**K30, 0.5**6 * 1.05 ** (K30 - 6)), 3.0, 'undecided', 0.5),  # falls, then grows
+        (np.where(K30 < 16, 0.3**K30, 1e-7 * 1.05 ** (K30 - 16)), 3.0, 'contracting', None),  # rounding grows
+        (np.where(K30 < 16, 0.3**K30, 1e-5 * 1.2 ** (K30 - 16)), 3.0, 'undecided', None),  # above rounding
     ],
 )
 def test_verdicts(norms: np.ndarray, loss: Any, verdict: str, rate: float | None) -> None:
@@ -177,13 +180,20 @@ def test_verdicts(norms: np.ndarray, loss: Any, verdict: str, rate: float | None
 
 def test_the_evidence_in_words() -> None:
     """A large update isn't called small, a rate that rounding makes is none, and there is no minus before zero."""
-    large = judge(simulated(0.9 * 0.99**K30), trained_passes=3, dtype=jnp.float32).evidence
+    settings: Any = {'trained_passes': 3, 'dtype': jnp.float32}
+    large = judge(simulated(0.9 * 0.99**K30), **settings).evidence
     assert re.fullmatch(r'at the end the update is 0\.\d+ of the state; below 0\.1 counts as small', large[2])
     assert large[1].startswith('over passes 15 to 30 alone, by 0.9')
     assert large[1].endswith(')')
+    regrown = judge(simulated(np.where(K30 < 6, 0.5**K30, 0.5**6 * 1.05 ** (K30 - 6))), **settings).evidence
+    assert re.fullmatch(
+        r'over passes 15 to 30 alone, by 1\.0\d+ \(1\.0\d+ to 1\.0\d+\): there it grows, so it is not seen to settle, '
+        'however small it is',
+        regrown[1],
+    )
     still = simulated(np.where(K30 < 3, 0.3, 0.0))
     still.nll_KR[:] = still.nll_KR[0] - 1e-7 * K30[:, None]
-    told = judge(still, trained_passes=3, dtype=jnp.float32).evidence
+    told = judge(still, **settings).evidence
     assert told[1].endswith(
         'no measure of the map: by the end the update is at the floor of rounding and cannot be seen to fall on'
     )

@@ -29,6 +29,13 @@ def run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
+@pytest.fixture(scope='module')
+def fed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp('cli') / 'fed'
+    train(config, workdir, '--config.training.steps=2')
+    return workdir
+
+
 def evaluate(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
     capsys.readouterr()
     assert main(['evaluate', f'--workdir={run}', *arguments]) == 0
@@ -74,11 +81,10 @@ def test_evaluate_against_a_run_on_the_same_documents(
 
 
 def test_the_recurrence_against_other_runs(
-    capsys: pytest.CaptureFixture[str], config: Path, run: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], run: Path, fed: Path, tmp_path: Path
 ) -> None:
     """It is as many passes as a row has positions, 12, also in its difference from a run without feedback."""
-    fed, path = tmp_path / 'fed', f'--json={tmp_path}/figures.json'
-    train(config, fed, '--config.training.steps=2')
+    path = f'--json={tmp_path}/figures.json'
     evaluate(capsys, fed, '--rows=16', '--passes=1,12', '--soft', f'--against={run}', path)
     found = json.loads((tmp_path / 'figures.json').read_text())['against']['passes']
     assert [(name, entry['other_passes']) for name, entry in found.items()] == [('1', 1), ('12', 1), ('soft', 1)]
@@ -89,6 +95,34 @@ def test_the_recurrence_against_other_runs(
     assert found['soft'] == {'other_passes': 'soft', 'difference': 0, 'interval': [0, 0]}
     line = refused(capsys, 'evaluate', f'--workdir={fed}', '--passes=1,13')
     assert line == f'--passes = 13: must be at most 12, the rows of {fed}'
+
+
+def test_passes_that_no_step_has_trained(
+    capsys: pytest.CaptureFixture[str], config: Path, run: Path, fed: Path, tmp_path: Path
+) -> None:
+    """Fusion left on, one pass in all steps: one pass by default, a remark, and one pass against another run."""
+    idle, path = tmp_path / 'idle', f'--json={tmp_path}/figures.json'
+    train(config, idle, '--config.training.steps=2', '--config.passes.phases=one_pass')
+
+    def found() -> dict[str, Any]:
+        return json.loads((tmp_path / 'figures.json').read_text())
+
+    told = evaluate(capsys, idle, '--rows=16', path)
+    alone = found()
+    assert (list(alone['intervals']['loss']), alone['trained_feedback']) == (['1'], False)
+    assert f'\npasses after the first are left out: no step of {idle} has trained them\n' in told
+    told = evaluate(capsys, idle, '--rows=16', '--passes=1,2')
+    assert f'\npasses after the first say nothing: no step of {idle} has trained them\n' in told
+    assert re.search(r'^2 ', told, re.MULTILINE)
+    told = evaluate(capsys, fed, '--rows=16', '--passes=1,2,3', f'--against={idle}', path)
+    against = found()['against']['passes']
+    assert {name: entry['other_passes'] for name, entry in against.items()} == {'1': 1, '2': 1, '3': 1}
+    for k in (1, 2, 3):
+        difference = found()[f'loss_pass_{k}'] - alone['loss_pass_1']
+        assert against[str(k)]['difference'] == pytest.approx(difference, abs=1e-6)
+    assert found()['trained_feedback']
+    assert 'passes after the first' not in told + evaluate(capsys, run, '--rows=16')
+    assert refused(capsys, 'evaluate', f'--workdir={idle}', '--soft') == f'--soft: {idle} was trained without feedback'
 
 
 def test_a_run_that_has_diverged_is_not_scored(

@@ -59,6 +59,30 @@ def test_run_without_text_shows_accuracy_by_position(tmp_path: Path, drawn: list
     assert lines(drawn[0].axes[1]) == {'2 passes': [[1, 2], [1.0, 0.5]]}
 
 
+def test_of_many_passes_each_has_a_curve_of_its_own(tmp_path: Path, drawn: list[Any]) -> None:
+    """Also where there are more than colours; in both panels."""
+    accuracy_KP = np.linspace(0, 1, 60).reshape(30, 2)
+    sums = BatchSums(accuracy_KP, accuracy_KP, accuracy_KP, np.ones(2), None)
+    row = {'step': 4, 'split': 'validation', 'passes': 9} | {f'loss_pass_{k}': 3.0 + k for k in range(1, 10)}
+    plots.draw_run(str(tmp_path / 'a.png'), [*ROWS[:2], row], PassResults(sums), range(1, 31))
+    left, right = drawn[0].axes
+    names = ['1 pass', *(f'{k} passes' for k in range(2, 31))]
+    assert lines(right) == {name: [[1, 2], list(accuracy_KP[k])] for k, name in enumerate(names)}
+    assert list(lines(left)) == ['training, 1 pass', *(f'validation, {name}' for name in names[:9])]
+    for axes, count in ((left, 10), (right, 30)):
+        assert len({(str(line.get_color()), line.get_linestyle()) for line in axes.get_lines()}) == count
+        assert len(axes.get_legend().get_texts()) == count
+
+
+def test_runs_beside_each_other_look_unlike(tmp_path: Path, drawn: list[Any]) -> None:
+    x_SPN = np.ones((1, 1, 3)) * [1, 2, 3]
+    curves = [plots.Shown(f'{g} {k}', g, k, x_SPN, np.full((1, 3), g)) for g in range(9) for k in range(2)]
+    plots.draw_curves(str(tmp_path / 'a.png'), curves, xlabels=['tokens'], ylabel='loss')
+    found = drawn[0].axes[0].get_lines()
+    assert len({(str(line.get_color()), line.get_linestyle()) for line in found}) == 18
+    assert [line.get_linestyle() for line in found[:4]] == ['-', '--', '-', '--']
+
+
 def test_panels_show_each_seed_and_the_mean(tmp_path: Path, drawn: list[Any]) -> None:
     runs = [np.array([1.0, 0.5]), np.array([0.8, 0.1])]
     by_position = plots.Panel('t', 'position', [1, 2], {'fed back': runs})

@@ -43,6 +43,7 @@ from fbt_jax.evaluation.report_page import (
 )
 from fbt_jax.evaluation.token_changes import Losses, change_blocks, make_token_losses, measure
 from fbt_jax.training import report as report_module
+from fbt_jax.training.flops import train_flops
 from fbt_jax.training.report import Asked, difference_from, evaluation_blocks, report
 from fbt_jax.training.report_tables import difference_blocks, headline
 from fbt_jax.training.run_folder import read_config
@@ -329,6 +330,57 @@ def test_losses_say_on_which_rows_they_are(tmp_path: Path) -> None:
         sections=[Section('s', 's', evaluation_blocks(scored(workdir, step=3, rows=430, tokens=2000, documents=40)))],
     )
     assert 'too narrow' not in text_of(many)
+
+
+def test_the_headline_is_of_the_checkpoint(tmp_path: Path) -> None:
+    """Step 25 of 40, logged each tenth at 1 s a step: what it cost, and the best loss, until there."""
+    common: dict[str, Any] = {
+        'loss': lambda tokens: [power_law(tokens)] * 2,
+        'drawn': lambda step: 1 + (step > 20),
+        'log_every': 10,
+        'training__log_every': 10,
+        'passes__phases': [[0, [0.5, 0.5]]],
+    }
+    workdir = make_run(tmp_path / 'a', steps=40, eval_every=8, **common)
+    rows = [json.loads(line) for line in (tmp_path / 'a' / 'metrics.jsonl').read_text().splitlines()]
+
+    def entries(step: int | None, of: str = workdir, first: int = 0) -> dict[str, tuple[str, str]]:
+        trained = None if step is None else SimpleNamespace(step=step, params={})
+        shown = [row for row in rows if row['step'] > first]
+        found = headline(read_config(of), shown, cast(Any, trained), None, None, scored_rows=0).entries
+        return {label: (value, remark) for label, value, remark in found}
+
+    config = read_config(workdir).model
+    one, two = (train_flops(config, seq_len=64, passes=k) for k in (1, 2))
+    for step, tokens, late in ((25, '25k', 5), (40, '40k', 20), (None, '40k', 20)):
+        found = entries(step)
+        assert found['training tokens'][0] == tokens
+        token_passes, flops = found['training tokens'][1].removesuffix(' FLOPs').split(' token-passes, ')
+        assert token_passes == f'{20 + 2 * late}k'
+        digits, exponent = flops.replace('\xa0', '').translate(str.maketrans('⁰¹²³⁴⁵⁶⁷⁸⁹', '0123456789')).split('×10')
+        assert float(digits) * 10.0 ** int(exponent) == pytest.approx(20_000 * one + 1000 * late * two, rel=5e-3)
+        assert found['time of the steps'][0] == f'{20 + late} s'
+        last = max(row['step'] for row in rows if row['split'] == 'validation' and row['step'] <= (step or 40))
+        assert f'best while training {power_law(1000 * last):.4f} at step {last}' in found['validation loss, 1 pass'][1]
+    assert 'validation loss, 2 passes' in entries(40)
+    assert 'validation loss, 2 passes' not in entries(20)  # no step has trained it yet
+    # One that continues at step 20 has spent 5 s.
+    further = make_run(tmp_path / 'b', steps=40, init__from=workdir, init__schedule='continue', **common)
+    assert entries(25, further, first=20)['time of the steps'][0] == '5 s'
+
+
+def test_curves_are_marked_where_the_checkpoint_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workdir = make_run(tmp_path / 'a', steps=30, loss=lambda tokens: [3.0])
+    for step, marked in ((20, True), (30, False)):
+        fake = SimpleNamespace(
+            step=step, params={}, trained_feedback=False, tokenizer=None, config=read_config(workdir)
+        )
+        monkeypatch.setattr(report_module, 'load_run', lambda *_, fake=fake: fake)
+        html = report(Asked(workdir, step=step))
+        told = 'The dashed line: step 20, the checkpoint of this page. Training went on to step 30.'
+        assert (told in text_of(html)) == marked
+        for name in ('loss', 'learning-rate', 'throughput', 'gradient'):
+            assert figures_in(html)[name]['x_line'] == (step if marked else None)
 
 
 def test_a_difference_says_what_either_was_trained_with(tmp_path: Path) -> None:

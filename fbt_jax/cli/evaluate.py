@@ -10,8 +10,8 @@
 
 Prints loss, perplexity and bits per byte after each number of passes over the run's validation rows, with 95 %
 intervals by a bootstrap over documents and paired differences; for rows that aren't text, accuracy by position.
-`passes` counts the first, plain one; `--soft` adds the exact recurrence, token by token. A loss that depends on tokens
-after its target ends with status 1.
+`passes` counts the first, plain one; `--soft` adds the exact recurrence, token by token. A run trained without feedback
+is compared by its first pass. A loss that depends on tokens after its target ends with status 1.
 
 With --tasks: benchmark tasks in the three modes instead, with paired tests between them and a record of each item;
 the same command again goes on where it was killed. gsm8k, math500, humaneval and mbpp are generated and judged,
@@ -32,7 +32,7 @@ HELP = 'validation loss after each number of passes'
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--workdir', required=True, metavar='DIR', help="the run's folder")
     parser.add_argument(
-        '--passes', metavar='K,K,...', help='numbers of passes (default: 1 to two more than trained with)'
+        '--passes', metavar='K,K,...', help='default: 1 to two more than trained with; 1 if trained without feedback'
     )
     parser.add_argument('--soft', action='store_true', help='the exact recurrence too, as soft decoding computes it')
     parser.add_argument('--step', type=int, metavar='N', help='checkpoint (default: the newest)')
@@ -149,9 +149,13 @@ def _evaluate(args: argparse.Namespace, passes: list[int] | None) -> None:
     print(*summary.interval_table(intervals), sep='\n')
     if difference is not None:
         print(*summary.difference_table(difference), sep='\n')
+    if not scored.run.trained_feedback and scored.run.config.model.fusion != 'none':
+        told = 'say nothing' if max(passes) > 1 else 'are left out'
+        print(f'passes after the first {told}: no step of {args.workdir} has trained them')
     print(f'causal: in passes 1 to {scored.causal_passes} no loss depends on what comes after its target')
     if args.json:
         figures = _figures(args.workdir, step, results, passes, args.soft) | {'causal_passes': scored.causal_passes}
+        figures |= {'trained_feedback': scored.run.trained_feedback}
         figures |= {'intervals': intervals} | ({} if difference is None else {'against': difference})
         if len(scored.by_set) > 1:
             parts = scored.by_set.items()

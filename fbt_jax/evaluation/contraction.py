@@ -25,8 +25,10 @@ from fbt_jax.sharding import replicated
 MIN_POSITIONS, MIN_ROWS = 200, 8
 SMALL = 0.1  # an update less than this part of the state is a plateau that contraction may leave
 STILL = 0.99  # an update that shrinks by less than 1 % a pass doesn't shrink
+GROWS = 1.0001  # the least rate that the four digits told can tell from 1
 CLIMB = 0.01  # nats per token
 AT_FLOOR = ', no measure of the map: by the end the update is at the floor of rounding and cannot be seen to fall on'
+REGROWS = ': there it grows, so it is not seen to settle, however small it is'
 ROUNDING = 8  # times the dtype's epsilon, in parts of the state: what an update cannot be seen to fall below
 
 
@@ -121,16 +123,17 @@ def judge(found: Iterated, *, trained_passes: int, dtype: Any) -> Verdict:
 
     moves = final >= SMALL and late_rate.high >= STILL
     climbs = late_change.low > CLIMB
+    regrows = late_rate.low >= GROWS  # what lies below the floor of rounding counts as that, so its rate is 1
     if rate.low > 1 or moves:
         verdict = 'diverging'
-    elif rate.high < 1 and final < SMALL and not climbs:
+    elif rate.high < 1 and final < SMALL and not regrows and not climbs:
         verdict = 'contracting'
     else:
         verdict = 'undecided'
     evidence = [
         f'a pass multiplies the update by {_told(rate, 4)}, fitted over passes {fitted[0]} to {fitted[1]}',
         f'over passes {half} to {num_passes} alone, by {_told(late_rate, 4)}'
-        + (AT_FLOOR if found.update_norm_K[-1] <= floor else ''),
+        + (AT_FLOOR if found.update_norm_K[-1] <= floor else REGROWS if regrows else ''),
         f'at the end the update is {final:.2g} of the state; below {SMALL} counts as small',
         f'the loss moves by {_told(late_change, 4)} nats per token from pass {half} to {num_passes}, by '
         f'{_told(change, 4)} from pass {min(trained_passes, num_passes - 1)}',

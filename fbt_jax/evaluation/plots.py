@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fbt_jax.evaluation.per_pass import PassResults
+from fbt_jax.evaluation.report_figures import of_passes
 
 COLOURS = ('#0b5394', '#c55a11', '#38761d', '#741b47', '#7f6000', '#134f5c')
 LINES = ('-', '--', ':', '-.')
@@ -46,20 +47,17 @@ def draw_run(path: str, rows: Sequence[dict[str, Any]], results: PassResults, pa
     # Evaluations may fall between two logged steps; tokens grow evenly from one to the next.
     shown = [row for row in rows if row['split'] == 'validation'] if train else []
     tokens = np.interp([row['step'] for row in shown], [row['step'] for row in train], seen) if shown else []
-    for k in range(1, 1 + max((row['passes'] for row in shown), default=0)):
+    logged = max((row['passes'] for row in shown), default=0)
+    for k, look in enumerate(_looks(logged), start=1):
         left.plot(
-            tokens,
-            [row[f'loss_pass_{k}'] for row in shown],
-            color=COLOURS[(k - 1) % len(COLOURS)],
-            marker='.',
-            label=f'validation, {k} pass{"es" if k > 1 else ""}',
+            tokens, [row[f'loss_pass_{k}'] for row in shown], marker='.', label=f'validation, {of_passes(k)}', **look
         )
     left.set(xlabel='training tokens', ylabel='loss, nats per token', title='Loss over training')
-    left.legend(frameon=False, fontsize=8)
+    _legend(left)
 
     passes = list(passes)
     if results.nats_per_byte_K is None:
-        curves = {f'{k} passes': [results.accuracy_KP[k - 1]] for k in passes}
+        curves = {of_passes(k): [results.accuracy_KP[k - 1]] for k in passes}
         _draw_panel(right, Panel('Accuracy by position', 'position', range(1, 1 + len(results.accuracy_KP[0])), curves))
     else:
         right.plot(passes, results.nats_per_byte_K[[k - 1 for k in passes]], color=COLOURS[0], marker='.')
@@ -111,8 +109,10 @@ def draw_contraction(path: str, figures: dict[str, Any]) -> None:
 def draw_curves(path: str, curves: Iterable[Shown], *, xlabels: Sequence[str], ylabel: str) -> None:
     """A PNG of a panel for each of `xlabels`, x on a log scale: means over seeds, in bands from least to most."""
     figure, panels = _figure(len(xlabels))
+    curves = list(curves)
+    looks = _looks(1 + max(curve.colour for curve in curves))
     for curve in curves:
-        look = {'color': COLOURS[curve.colour % len(COLOURS)], 'linestyle': LINES[curve.style % len(LINES)]}
+        look = looks[curve.colour] | {'linestyle': LINES[curve.style % len(LINES)]}
         for p, axes in enumerate(panels):
             x_N = curve.x_SPN[:, p].mean(axis=0)
             axes.plot(x_N, curve.loss_SN.mean(axis=0), marker='.', label=curve.label, **look)
@@ -122,7 +122,7 @@ def draw_curves(path: str, curves: Iterable[Shown], *, xlabels: Sequence[str], y
     for axes, label in zip(panels, xlabels, strict=True):
         axes.set(xscale='log', xlabel=label, ylabel=ylabel, title=f'Validation loss by {label}')
         axes.tick_params(axis='x', which='both', labelsize=7)  # less than a decade labels its minor ticks, densely
-    panels[0].legend(frameon=False, fontsize=8)
+    _legend(panels[0])
     figure.savefig(path, dpi=130)
 
 
@@ -157,15 +157,31 @@ def draw_probes(path: str, figures: dict[str, Any]) -> None:
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
     x = np.arange(len(panel.x)) if isinstance(panel.x[0], str) else np.array(panel.x)
-    for (label, runs), colour in zip(panel.curves.items(), COLOURS, strict=False):
+    for (label, runs), look in zip(panel.curves.items(), _looks(len(panel.curves)), strict=True):
         if len(runs) > 1:
             for run in runs:
-                axes.plot(x, run, color=colour, linewidth=0.7, alpha=0.5)
-        axes.plot(x, np.mean(runs, axis=0), color=colour, marker='.', label=label)
+                axes.plot(x, run, linewidth=0.7, alpha=0.5, **look)
+        axes.plot(x, np.mean(runs, axis=0), marker='.', label=label, **look)
     few = np.arange(len(x)) if len(x) <= 12 else np.arange(len(x) // 12 - 1, len(x), len(x) // 12)
     axes.set(xlabel=panel.xlabel, ylabel='accuracy', title=panel.title, ylim=(0, 1.03))
     axes.set_xticks(x[few], [str(panel.x[i]) for i in few.tolist()])
-    axes.legend(frameon=False, fontsize=8, loc='lower left')
+    _legend(axes, loc='lower left')
+
+
+def _looks(count: int) -> list[dict[str, Any]]:
+    """Of so many curves, no two alike: past COLOURS from dark to light, neighbours in other LINES."""
+    if count <= len(COLOURS):
+        return [{'color': colour, 'linestyle': '-'} for colour in COLOURS[:count]]
+    from matplotlib import colormaps
+
+    shades = colormaps['viridis'](np.linspace(0, 0.9, count))
+    return [{'color': tuple(shade), 'linestyle': LINES[i % len(LINES)]} for i, shade in enumerate(shades)]
+
+
+def _legend(axes: Any, loc: str = 'best') -> None:
+    """Ten entries a column, so that it stays within the panel."""
+    columns = -(-len(axes.get_legend_handles_labels()[0]) // 10)
+    axes.legend(frameon=columns > 1, fontsize=8, loc=loc, ncols=columns)
 
 
 def _figure(columns: int, rows: int = 1) -> tuple[Any, Any]:

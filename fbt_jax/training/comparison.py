@@ -1,8 +1,9 @@
 """Runs side by side: validation loss by tokens, token-passes and FLOPs, and the data-efficiency factor.
 
 factor(k) = what the baseline needs for the loss that a run ends with after pass k, over what the run has used
-(tokens, token-passes, FLOPs). The baseline is read after pass k too, or after its only one. Runs of one config that
-differ in the seed alone are one group; its curve is the mean. Read from metrics.jsonl and config.json alone.
+(tokens, token-passes, FLOPs). The baseline is read after pass k too, or after its first where no step has trained
+feedback: then the passes after it say nothing. Runs of one config that differ in the seed alone are one group; its
+curve is the mean. Read from metrics.jsonl and config.json alone.
 Shapes: S seeds, A axes (AXES), K passes, N evaluations, D bootstrap draws; draw 0 is every seed once.
 """
 
@@ -34,6 +35,7 @@ class Curve(NamedTuple):
     steps_N: np.ndarray
     axes_AN: np.ndarray
     loss_KN: np.ndarray
+    fed_N: np.ndarray  # whether a step had trained feedback by then
     notes: tuple[str, ...]
 
 
@@ -46,7 +48,8 @@ class Group(NamedTuple):
     seeds: tuple[int, ...]
     steps_N: np.ndarray
     axes_SAN: np.ndarray
-    loss_SKN: np.ndarray
+    loss_SKN: np.ndarray  # of one pass where not every run has trained feedback
+    fed_SN: np.ndarray
 
 
 class Bound(NamedTuple):
@@ -164,7 +167,11 @@ def read_curve(workdir: str, unit: str) -> Curve:
         told = 'count, as steps of this model' if continued else 'do not count'
         notes.append(f'{workdir} began from {config.init.from_}, whose tokens, token-passes and FLOPs {told}')
     loss_KN = _losses(workdir, within, unit)
-    return Curve(workdir, config, steps_N, np.stack([tokens_N, token_passes_N, flops_N]), loss_KN, tuple(notes))
+    fed_N = (token_passes_N > tokens_N) | _fed_before(config)
+    if len(loss_KN) > 1 and not fed_N[-1]:
+        notes.append(f'{workdir} is compared by its first pass: no step has trained those after it')
+    axes_AN = np.stack([tokens_N, token_passes_N, flops_N])
+    return Curve(workdir, config, steps_N, axes_AN, loss_KN, fed_N, tuple(notes))
 
 
 def cumulative_flops(config: Config, tokens: np.ndarray, token_passes: np.ndarray) -> np.ndarray:
@@ -174,7 +181,10 @@ def cumulative_flops(config: Config, tokens: np.ndarray, token_passes: np.ndarra
 
 
 def factors(run: Group, baseline: Group) -> list[PassFactors]:
-    """Of each pass of `run` that the baseline has too, or of all if the baseline has but one."""
+    """Of each pass of `run` that the baseline has too, or of all if the baseline has but one.
+
+    A later pass of the baseline counts from where feedback had been trained on.
+    """
     weights_DS, base_weights_DS = _weights(run, baseline)
     replicated = len(run.seeds) > 1 and len(baseline.seeds) > 1
     found = []
@@ -184,6 +194,8 @@ def factors(run: Group, baseline: Group) -> list[PassFactors]:
             break
         finite_N = np.isfinite(run.loss_SKN[:, k]).all(axis=0)
         base_finite_N = np.isfinite(baseline.loss_SKN[:, base_k]).all(axis=0)
+        if base_k:
+            base_finite_N &= baseline.fed_SN.all(axis=0)
         if not finite_N[-1] or not base_finite_N.any():
             continue
         loss_D = weights_DS @ run.loss_SKN[:, k, -1]
@@ -258,6 +270,19 @@ def _losses(workdir: str, rows: Sequence[Row], unit: str) -> np.ndarray:
     return np.array([[row[f'{field}_{k}'] for row in rows] for k in range(1, passes + 1)], np.float64)
 
 
+def _fed_before(config: Config) -> bool:
+    """Whether what the run began from had trained feedback; False where its folder is gone."""
+    origin = config.init.from_
+    if not origin:
+        return False
+    try:
+        rows = read_rows(Path(origin) / 'metrics.jsonl')
+        fed = any(row['token_passes'] > row['tokens'] for row in rows if row['split'] == 'train')
+        return fed or _fed_before(read_config(origin))
+    except (OSError, ValueError):
+        return False
+
+
 def _grouped(curves: Sequence[Curve]) -> list[Group]:
     members: dict[str, list[Curve]] = {}
     for curve in curves:
@@ -288,8 +313,9 @@ def _group(runs: Sequence[Curve]) -> Group:
         raise UserError(
             f'{", ".join(run.workdir for run in runs)}: differ in their seed alone, but share no evaluation'
         )
-    passes = min(len(run.loss_KN) for run in runs)
     chosen = [np.isin(run.steps_N, steps) for run in runs]
+    fed_SN = np.stack([run.fed_N[at] for run, at in zip(runs, chosen, strict=True)])
+    passes = min(len(run.loss_KN) for run in runs) if fed_SN[:, -1].all() else 1
     return Group(
         name,
         runs[0].config.passes.max_passes,
@@ -298,6 +324,7 @@ def _group(runs: Sequence[Curve]) -> Group:
         np.array(steps),
         np.stack([run.axes_AN[:, at] for run, at in zip(runs, chosen, strict=True)]),
         np.stack([run.loss_KN[:passes, at] for run, at in zip(runs, chosen, strict=True)]),
+        fed_SN,
     )
 
 

@@ -15,7 +15,7 @@ from fbt_jax.errors import UserError
 from fbt_jax.evaluation import report_figures as draw
 from fbt_jax.evaluation.intervals import pass_intervals
 from fbt_jax.evaluation.per_pass import together
-from fbt_jax.evaluation.report_page import Block, Sample, Samples, Section, Text, page
+from fbt_jax.evaluation.report_page import Block, Figure, Sample, Samples, Section, Text, page
 from fbt_jax.evaluation.token_changes import (
     change_blocks,
     continuation_columns,
@@ -87,6 +87,8 @@ def report(asked: Asked) -> str:
 
     bands = draw.phase_bands(config.passes, config.training.steps)
     curves: list[Block] = [*draw.training_figures(rows, bands)]
+    if trained is not None and rows and trained.step < rows[-1]['step']:
+        curves = _marked(curves, trained.step, rows[-1]['step'])
     curves = [*draw.broken_rows(rows), *curves] or [Text('metrics.jsonl has no rows yet.', 'missing')]
     summary = headline(config, rows, trained, scored, figures, scored_rows=asked.rows)
     sections = [
@@ -110,6 +112,12 @@ def _or_why(make: Callable[[], list[Block]], *names: str) -> list[Block]:
         return make()
     except UserError as error:
         return [Text(sentence(str(error), *names), 'missing')]
+
+
+def _marked(curves: Sequence[Block], step: int, last: int) -> list[Block]:
+    """With a line where the checkpoint lies."""
+    told = Text(f'The dashed line: step {step:,}, the checkpoint of this page. Training went on to step {last:,}.')
+    return [told, *(x._replace(x_line=step) if isinstance(x, Figure) else x for x in curves)]
 
 
 def _rows(workdir: str) -> list[Row]:
@@ -137,9 +145,7 @@ def _scored(asked: Asked, trained: Run | None) -> tuple[Scored | None, list[Bloc
 
     def make() -> list[Block]:
         _require_sound(trained)
-        # Passes that no step has trained say nothing about feedback.
-        passes = None if trained is None or trained.trained_feedback else [1]
-        scored.append(score(asked.workdir, asked.step, passes, rows=asked.rows))
+        scored.append(score(asked.workdir, asked.step, None, rows=asked.rows))
         return []
 
     why = _or_why(make, asked.workdir)

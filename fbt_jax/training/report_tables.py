@@ -30,8 +30,12 @@ def headline(
     *,
     scored_rows: int,
 ) -> Facts:
-    """The numbers to see first; those that there are. `scored_rows`: of each validation set, 0 for all."""
-    entries = _loss_facts(config, rows, scored, scored_rows)
+    """The numbers to see first; those that there are, up to the checkpoint where there is one.
+
+    `scored_rows`: of each validation set, 0 for all.
+    """
+    step = max((row['step'] for row in rows), default=0) if trained is None else trained.step
+    entries = _loss_facts(config, [row for row in rows if row['step'] <= step], scored, scored_rows)
     if trained is not None:
         count = sum(x.size for x in jax.tree.leaves(trained.params))
         layers = config.model.num_layers
@@ -39,13 +43,12 @@ def headline(
         entries.append(('parameters', _short(count), shape))
     train = [row for row in rows if row['split'] == 'train']
     if train:
-        last = train[-1]
-        tokens, token_passes = last['tokens'], last['token_passes']
-        flops = float(cumulative_flops(config, np.array(tokens), np.array(token_passes)))
+        tokens, token_passes, flops = _spent(config, train, step)
+        told = f'{_short(round(token_passes))} token-passes, {_power(flops)} FLOPs'
+        entries.append(('training tokens', _short(round(tokens)), told))
         entries.append(
-            ('training tokens', _short(tokens), f'{_short(token_passes)} token-passes, {_power(flops)} FLOPs')
+            ('time of the steps', _duration(_seconds(config, train, step)), 'from the steps that were logged')
         )
-        entries.append(('time of the steps', _duration(_seconds(train)), 'from the steps that were logged'))
     if figures is not None:
         rate = figures['rate']
         remark = f'a pass multiplies the update by {rate["value"]:.3f} ({rate["low"]:.3f} to {rate["high"]:.3f})'
@@ -80,7 +83,8 @@ def _loss_facts(
     elif validation:
         last = validation[-1]
         read = f'logged at step {last["step"]:,}, on {logged_on(config)}'
-        shown = [k for k in (1, trained_passes) if f'loss_pass_{k}' in last]
+        fed = any(row['token_passes'] > row['tokens'] for row in rows if row['split'] == 'train')
+        shown = [k for k in (1, trained_passes) if f'loss_pass_{k}' in last and (k == 1 or fed)]
         losses = {k: _number(last[f'loss_pass_{k}']) for k in shown}
         bits = {k: _number(last[f'bits_per_byte_pass_{k}']) for k in shown if f'bits_per_byte_pass_{k}' in last}
     else:
@@ -128,9 +132,11 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def _seconds(train: Sequence[Row]) -> float:
-    """A logged step stands for those since the one before it."""
-    steps = np.diff([0, *(row['step'] for row in train)])
+def _seconds(config: Config, train: Sequence[Row], step: int) -> float:
+    """Of the run's own steps up to `step`. A logged step stands for those since the one before it."""
+    continued = config.init.schedule == 'continue'
+    start = max(0, train[0]['step'] - config.training.log_every) if continued else 0
+    steps = np.diff(np.minimum([start, *(row['step'] for row in train)], step))
     return float(steps @ [row['step_seconds'] or 0.0 for row in train])
 
 
@@ -295,16 +301,21 @@ def difference_blocks(difference: dict[str, Any], one: Scored, other: Scored) ->
 
 
 def _trained_with(workdir: str, run: Run) -> tuple[str, str, str]:
-    """Tokens, token-passes and FLOPs at the checkpoint, which may lie between two logged steps."""
+    """Tokens, token-passes and FLOPs at the checkpoint."""
     try:
         train = [row for row in read_rows(Path(workdir) / 'metrics.jsonl') if row['split'] == 'train']
     except (OSError, ValueError):
         train = []
     if not train:
         return ('unknown',) * 3
+    tokens, token_passes, flops = _spent(run.config, train, run.step)
+    return f'{tokens:,.0f}', f'{token_passes:,.0f}', _power(flops)
+
+
+def _spent(config: Config, train: Sequence[Row], step: int) -> tuple[float, float, float]:
+    """Tokens, token-passes and FLOPs up to `step`, which may lie between two logged ones."""
     steps = [0, *(row['step'] for row in train)]
     tokens, token_passes = (
-        np.interp(run.step, steps, [0, *(row[name] for row in train)]) for name in ('tokens', 'token_passes')
+        np.interp(step, steps, [0, *(row[name] for row in train)]) for name in ('tokens', 'token_passes')
     )
-    flops = float(cumulative_flops(run.config, tokens, token_passes))
-    return f'{tokens:,.0f}', f'{token_passes:,.0f}', _power(flops)
+    return float(tokens), float(token_passes), float(cumulative_flops(config, tokens, token_passes))

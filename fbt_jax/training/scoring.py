@@ -2,8 +2,8 @@
 
     difference_k = sum over documents of (nll_k of this run - nll_k of the other) / tokens
 
-Paired: both runs read the same documents. Of different tokenizers bits per byte are compared; a run without feedback
-is compared by its one pass. Shapes: K passes, U documents.
+Paired: both runs read the same documents. Of different tokenizers bits per byte are compared; a run that was trained
+without feedback is compared by its first pass. Shapes: K passes, U documents.
 """
 
 import math
@@ -45,8 +45,10 @@ def score(
 ) -> Scored:
     """The run in `workdir` after each of `passes` passes (default: one to two more than trained with).
 
+    Where no step has trained feedback the default is 1, for later passes say nothing about it.
+
     rows: of each validation set, evenly spread (0: all). soft: the exact recurrence too, token by token. or_one: a run
-    without feedback makes its one pass instead of either.
+    that was trained without feedback makes one pass instead of either.
 
     Raises:
       UserError: no such run or step, other data, no validation data, passes that it cannot make.
@@ -54,12 +56,12 @@ def score(
     """
     trained = require_finite(load_run(workdir, step))
     config = trained.config
-    if or_one and config.model.fusion == 'none':
+    if or_one and not trained.trained_feedback:
         passes, soft = [1], False
     if soft and not trained.trained_feedback:
         raise UserError(f'--soft: {workdir} was trained without feedback')
     most = config.data.seq_len  # after as many passes as positions all states are final
-    usual = min(config.passes.max_passes + 2, most) if config.model.fusion != 'none' else 1
+    usual = min(config.passes.max_passes + 2, most) if trained.trained_feedback else 1
     passes = passes or list(range(1, usual + 1))
     if max(passes) > 1 and config.model.fusion == 'none':
         told = f'--passes={",".join(map(str, passes))}'
@@ -132,7 +134,7 @@ def run_difference(one: Scored, other: Scored) -> dict[str, Any]:
     counts_U = a.tokens_U if nats else a.bytes_U
     assert counts_U is not None
     entries = places(one.passes, one.soft)
-    # One without feedback has a single pass, which stands against all.
+    # One without feedback has made a single pass (`or_one`), which stands against all.
     others = {name: 0 if len(b.nll_KU) == 1 else i for name, i in entries.items()}
     differences_CU = a.nll_KU[[*entries.values()]] - b.nll_KU[[*others.values()]]
     found = ratios(differences_CU if nats else differences_CU / math.log(2), counts_U)
