@@ -101,6 +101,7 @@ def test_scores_and_records_of_a_group(tmp_path: Path, lengths: type[Lengths]) -
     assert [r['cut'] for r in rows] == [True, False]
     lines = task_lines({'workdir': 'runs/x', 'step': 7, 'out': 'o', 'tasks': found})
     assert sum(line.startswith('1 of them do not fit the trained context: the left ends') for line in lines) == 1
+    assert lines.count('intervals over so few items (< 30) are likely too narrow') == 2
     assert any(line.startswith('soft less standard: acc +0.167') for line in lines)
     write(files, 'arc_easy', test=questions('AAAA'))
     with pytest.raises(UserError, match='arc_easy made otherwise: files was'):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fbt_jax.evaluation.intervals import FEW
 from fbt_jax.training.summary import table
 
 
@@ -11,6 +12,8 @@ def task_lines(figures: dict[str, Any]) -> list[str]:
     for name, task in figures['tasks'].items():
         shots = 'with the prompts they came with' if task['shots'] is None else f'{task["shots"]} shots'
         lines += ['', f'{name}: {task["items"]} items, {shots}, from {task["source"]}']
+        if task['items'] < FEW:
+            lines.append(f'intervals over so few items (< {FEW}) are likely too narrow')
         if task.get('too_long'):
             lines.append(f'{task["too_long"]} of them do not fit the trained context and count as wrong')
         if task.get('cut'):
