@@ -126,6 +126,7 @@ def test_other_ids_end_a_row_as_eos_does(run: Run) -> None:
         first = next((n for n, id_ in enumerate(before) if id_ in (*ends, BYTES.eos_id)), len(before) - 1)
         assert after == before[: first + 1]
         assert how == ('eos' if before[first] in (*ends, BYTES.eos_id) else 'length')
+    assert found.texts[1] == BYTES.decode([*found.tokens[1]][: -1 if found.finished[1] == 'eos' else None])
     for wrong in ([258], [-1], ['a'], [True]):
         with pytest.raises(UserError, match=r'stop_ids = .*: must be ids of the model, 0\.\.257'):
             generate(run, PROMPTS, **options, stop_ids=wrong)

@@ -53,8 +53,10 @@ def test_a_validation_split_alone_is_scored(leaf: str, tmp_path: Path, manager: 
     """Also of a task that knows none."""
     row = ROWS[leaf][1]
     files = local_files(leaf, str(write(tmp_path / 'a', leaf, train=[row] * 3, validation=[row])))
-    assert len(load_task(manager, leaf, files).eval_docs) == 1
-    assert scored_file(manager, leaf, files) == str(tmp_path / 'a' / leaf / 'validation.jsonl')
+    assert files is not None
+    task = load_task(manager, leaf, files)
+    assert len(task.eval_docs) == 1
+    assert scored_file(task, files) == str(tmp_path / 'a' / leaf / 'validation.jsonl')
     files = local_files(leaf, str(write(tmp_path / 'b', leaf, train=[row])))
     with pytest.raises(UserError, match=f'^{leaf}: needs a test or validation split; its files are train$'):
         load_task(manager, leaf, files)

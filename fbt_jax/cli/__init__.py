@@ -8,6 +8,7 @@ import argparse
 import importlib
 import io
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -60,10 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         status, what = 2, str(error)
     except PermissionError as error:
         status, what = 2, f'{error.filename}: {error.strerror}'
-    except BrokenPipeError:
-        status, unread = SIGNALLED + signal.SIGPIPE, True
     except (RuntimeError, OSError) as error:
-        status, what = 1, str(error)
+        unread = isinstance(error, BrokenPipeError) and _nobody_reads(1)
+        status, what = (SIGNALLED + signal.SIGPIPE, '') if unread else (1, str(error))
     except BaseException:
         if not came:  # a fault of ours, or a signal to a call around this one
             raise
@@ -80,6 +80,13 @@ def main(argv: list[str] | None = None) -> int:
                 stream.flush()
         os._exit(status)
     return status
+
+
+def _nobody_reads(handle: int) -> bool:
+    """Whether the other end of a pipe is closed."""
+    poll = select.poll()
+    poll.register(handle, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager
@@ -115,7 +122,7 @@ def _signals_as_exceptions(came: list[int]) -> Iterator[None]:
             if isinstance(handled, Ended):
                 return
             handled = handled.__context__
-        while frame is not None:
+        while frame is not None and frame.f_code is not main.__code__:
             if frame.f_code.co_filename.startswith('<frozen importlib'):
                 return
             frame = frame.f_back
@@ -130,11 +137,12 @@ def _signals_as_exceptions(came: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
+        sys.unraisablehook = hook
+        for number in taken:
+            signal.signal(number, before[number])
         if came:
             signal.setitimer(signal.ITIMER_REAL, *timer)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        sys.unraisablehook = hook
+            signal.signal(signal.SIGALRM, before[signal.SIGALRM])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from fbt_jax.config_data import DataConfig
-from fbt_jax.data.tokenizer_files import BOS, EOS, MOST_BEFORE, FileTokenizer, continued, read_file
+from fbt_jax.data.tokenizer_files import BOS, EOS, FileTokenizer, read_file
 
 BPE_VOCAB_SIZE = 2048
 BPE_FILE = 'austen_bpe.json'
@@ -70,11 +70,8 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int], *, after: Sequence[int] = ()) -> str:
-        return continued(
-            lambda some: bytes(some).decode(errors='replace'),
-            [i for i in ids if i < 256],
-            [i for i in after[-MOST_BEFORE:] if i < 256],
-        )
+        del after  # bytes are the same anywhere
+        return bytes(i for i in ids if i < 256).decode(errors='replace')
 
 
 def open_tokenizer(data: DataConfig, saved: Path | None = None) -> Tokenizer:

@@ -63,17 +63,6 @@ class _Loaded(NamedTuple):
     decode: Callable[[list[int]], str]
 
 
-def continued(decode: Callable[[list[int]], str], ids: list[int], after: list[int]) -> str:
-    """What `ids` add to the text of the ids before them.
-
-    Not `decode(ids)`: SentencePiece and its like leave out the space that their first token begins with.
-    """
-    if not after:
-        return decode(ids)
-    # The last of them may be part of a character.
-    return decode([*after, *ids])[len(decode(after).rstrip('\ufffd')) :]
-
-
 class FileTokenizer:
     """A `Tokenizer` made of a file's content. `bos` and `eos` are the names that were found for them."""
 
@@ -98,7 +87,12 @@ class FileTokenizer:
         return [np.array(ids, np.uint32) for ids in self._loaded.encode_batch(list(texts))]
 
     def decode(self, ids: Sequence[int], *, after: Sequence[int] = ()) -> str:
-        return continued(self._loaded.decode, self._of_text(ids), self._of_text(after[-MOST_BEFORE:]))
+        if not self._of_text(after[-MOST_BEFORE:]):
+            return self._loaded.decode(self._of_text(ids))
+        # SentencePiece and its like leave out the space that a text's first token begins with. What stands before
+        # `ids` itself may end within a character, and would take all bytes next to it along.
+        start = self._of_text(self.encode('a'))
+        return self._loaded.decode([*start, *self._of_text(ids)])[len(self._loaded.decode(start)) :]
 
     def _of_text(self, ids: Sequence[int]) -> list[int]:
         # The libraries spell some ids of no text (tiktoken's, SentencePiece's unknown) and raise for others (those

@@ -20,10 +20,13 @@ _NUMBER = re.compile(
     r'(?<![\w.^])(?<!\^{)(?P<sign>(?<![)\]}])-)?(?:\$(?P<minus>-)?)?(?:(?P<whole>\d+) +(?=\d+/\d))?'
     rf'(?P<value>{_DIGITS})(?:[eE](?P<power>[+-]?\d+)(?!\w))?(?:/(?P<below>\d+))?'
 )
-_SUM = re.compile(r'(?:[\s\d.,$()+*/^×÷·-]|\\(?:times|cdot|div)(?![a-z]))*=')
+# Operations on a number, then what they come to: of `9*2 = 18` all but the ends.
+_SUM = re.compile(r'(?:[ \t)]*(?:[+*/×÷·-]|\\(?:times|cdot|div)(?![a-z]))[ \t(]*\$?-?\d[\d,.]*)+[ \t)]*=[ \t]*')
 _FRACTION = re.compile(r'(?<!\d)(?P<whole>\d*)\\[dt]?frac\s*(?:{\s*(-?[\d.,]+)\s*}|(\d))\s*(?:{\s*([\d.,]+)\s*}|(\d))')
 _UNIT = re.compile(r'\\(?:text|mathrm|mbox)\s*{[^{}]*}(?:\^\s*(?:\d|{\s*\d\s*}))?|\^\s*{?\s*\\circ\s*}?|\\?%')
-_MARK = re.compile(r'####(?![^\S\n]*\**[^\W\d_])(.*)')
+_MARK = re.compile(r'####([^\n]*)')
+_HEADING = re.compile(r'[^\w\n]*(?:step|part|case|solution|method)\b', re.IGNORECASE)
+_WORD = re.compile(r'[\s*]*[^\W\d_]')
 _PHRASE = re.compile(r'answer\**(?: is|:)\s*:?[\s*]*', re.IGNORECASE)
 _MATHS = re.compile(r'\$\$?((?:\\.|[^$\\])+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)', re.DOTALL)
 _BOX = re.compile(r'(?P<box>\\(?:boxed|fbox)\s*{)|(?<!\\)[{}]')
@@ -34,12 +37,13 @@ _LONG = re.compile(rf'\d{{{MOST_DIGITS + 1}}}')
 def number_answer(text: str) -> str | None:
     """The number that `text` answers, in digits: after `####`, in a box, after 'the answer is', else the last one.
 
-    None where there is no number at that place. A `####` before a word is a heading of Markdown's.
+    None where there is no number at that place. A `####` before a word may be a heading of Markdown's.
     """
     text = _NEXT.split(text, maxsplit=1)[0]
-    mark = _MARK.search(text)
-    if mark:
-        return _first(mark[1])
+    for mark in _MARK.finditer(text):
+        number = _first(mark[1])
+        if not _HEADING.match(mark[1]) and (number is not None or not _WORD.match(mark[1])):
+            return number
     box = boxed(text)
     if box is not None:
         value = as_number(box)
@@ -162,7 +166,7 @@ def _first(text: str) -> str | None:
     """The first number, or what a sum that begins with it comes to: 18 of 9*2 = 18."""
     plain = _plain(text)
     found = _NUMBER.search(plain)
-    while found and (whole := _SUM.match(plain, found.end())) and (result := _NUMBER.search(plain, whole.end())):
+    while found and (rest := _SUM.match(plain, found.end())) and (result := _NUMBER.match(plain, rest.end())):
         found = result
     return _told(found)
 

@@ -28,7 +28,7 @@ MOST_PROMPTS = 2**31 // MOST_SAMPLES  # so that it is an int32
 class Generations(NamedTuple):
     """Of each prompt in turn, each of its samples in turn."""
 
-    texts: list[str]  # what each adds to its prompt's; cut before a stop string
+    texts: list[str]  # what each adds to its prompt's; cut before a stop string or stop id
     tokens: list[list[int]]  # that were chosen, up to EOS or a stop id, or to the one that brought a stop text
     log_probs: list[list[float]]  # of each token by the model itself, natural logarithms
     finished: list[str]  # 'eos' (or another of the stop ids), 'stop' (a stop string) or 'length'
@@ -276,11 +276,12 @@ class _Texts:
         if self._tokenizer is None:
             return
         own = self._tokens[row]
-        text, place = self._read(row, own, final=bool(self._finished[row]))
+        shown = own[:-1] if self._finished[row] == 'eos' else own
+        text, place = self._read(row, shown, final=bool(self._finished[row]))
         if place is not None:
             # The first token that brings a stop text is the last that counts; more may come after it.
-            for end in range(1, len(own) + 1):
-                text, place = self._read(row, own[:end], final=end == len(own))
+            for end in range(1, len(shown) + 1):
+                text, place = self._read(row, shown[:end], final=end == len(shown))
                 if place is not None:
                     break
             self._finished[row] = 'stop'

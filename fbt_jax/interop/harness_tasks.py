@@ -52,6 +52,7 @@ class Plan(NamedTuple):
     manager: Any  # the harness's, of its tasks
     members: dict[str, list[str]]  # the tasks that each name stands for
     files: dict[str, Local | None]  # by task
+    sources: dict[str, str]  # by task: where its items come from
     loaded: dict[str, Any]  # the harness's objects by task, until it is done
 
 
@@ -77,7 +78,9 @@ def plan_harness(names: list[str], settings: Settings) -> Plan:
     for leaf, task in loaded.items():
         _require_rows(task, leaf, settings.limit)
         _require_examples(task, leaf, settings.shots)
-    return Plan(manager, members, files, loaded)
+    rest = settings.files or 'the harness'
+    sources = {leaf: rest if local is None else scored_file(loaded[leaf], local) for leaf, local in files.items()}
+    return Plan(manager, members, files, sources, loaded)
 
 
 def note_harness(plan: Plan, settings: Settings, out: Path, made_by: dict[str, Any]) -> None:
@@ -105,9 +108,7 @@ def evaluate_harness(run: Run, plan: Plan, settings: Settings, out: Path) -> dic
                 scores |= {(leaf, record['item']): record['scores'] for record in records}
                 cut |= {(leaf, record['item']) for record in records if record.get('cut')}
         shots = "the task's own" if settings.shots is None else settings.shots
-        files = plan.files[leaves[0]]
-        source = settings.files or 'the harness' if files is None else scored_file(plan.manager, leaves[0], files)
-        found[name] = {'source': source, 'shots': shots, 'cut': len(cut)} | harness_scores(by_mode)
+        found[name] = {'source': plan.sources[leaves[0]], 'shots': shots, 'cut': len(cut)} | harness_scores(by_mode)
     return found
 
 
@@ -225,6 +226,11 @@ def load_task(manager: Any, leaf: str, files: Local | None) -> Any:
         raise UserError(f'{leaf}: {type(error).__name__}: {told}{hint}') from None
 
 
+def scored_file(task: Any, files: Local) -> str:
+    """The one whose items are scored."""
+    return files.files[task.config.test_split or task.config.validation_split]
+
+
 def _leaves(manager: Any, name: str) -> Iterator[str]:
     """The tasks that a task, group or tag of the harness stands for."""
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -281,15 +287,6 @@ def _records(
             'verdict': None if 'acc' not in scores else {0.0: 'wrong', 1.0: 'correct'}.get(scores['acc']),
             'scores': scores,
         }
-
-
-def scored_file(manager: Any, leaf: str, files: Local) -> str:
-    """The one whose items are scored: of the task's test split where it is there, else of its validation split."""
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    config = load_yaml(manager.task_index[leaf].yaml_path)
-    splits = [config.get('test_split'), config.get('validation_split'), 'validation']
-    return next(files.files[split] for split in splits if split in files.files)
 
 
 def _digest(files: Local) -> str:

@@ -12,7 +12,7 @@ def task_lines(figures: dict[str, Any]) -> list[str]:
     for name, task in figures['tasks'].items():
         shots = 'with the prompts they came with' if task['shots'] is None else f'{task["shots"]} shots'
         lines += ['', f'{name}: {task["items"]} items, {shots}, from {task["source"]}']
-        if task['items'] < FEW:
+        if task['items'] < FEW and any(task['scores'].values()):
             lines.append(f'intervals over so few items (< {FEW}) are likely too narrow')
         if task.get('too_long'):
             lines.append(f'{task["too_long"]} of them do not fit the trained context and count as wrong')

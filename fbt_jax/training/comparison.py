@@ -167,7 +167,7 @@ def read_curve(workdir: str, unit: str) -> Curve:
         told = 'count, as steps of this model' if continued else 'do not count'
         notes.append(f'{workdir} began from {config.init.from_}, whose tokens, token-passes and FLOPs {told}')
     loss_KN = _losses(workdir, within, unit)
-    fed_N = (token_passes_N > tokens_N) | _fed_before(config)
+    fed_N = (token_passes_N > tokens_N) | fed_before(config)
     if len(loss_KN) > 1 and not fed_N[-1]:
         notes.append(f'{workdir} is compared by its first pass: no step has trained those after it')
     axes_AN = np.stack([tokens_N, token_passes_N, flops_N])
@@ -270,15 +270,15 @@ def _losses(workdir: str, rows: Sequence[Row], unit: str) -> np.ndarray:
     return np.array([[row[f'{field}_{k}'] for row in rows] for k in range(1, passes + 1)], np.float64)
 
 
-def _fed_before(config: Config) -> bool:
-    """Whether what the run began from had trained feedback; False where its folder is gone."""
+def fed_before(config: Config) -> bool:
+    """Whether what the run began from has trained feedback since or then; False where its folder is gone."""
     origin = config.init.from_
     if not origin:
         return False
     try:
         rows = read_rows(Path(origin) / 'metrics.jsonl')
         fed = any(row['token_passes'] > row['tokens'] for row in rows if row['split'] == 'train')
-        return fed or _fed_before(read_config(origin))
+        return fed or fed_before(read_config(origin))
     except (OSError, ValueError):
         return False
 

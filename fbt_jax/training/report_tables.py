@@ -13,7 +13,7 @@ from fbt_jax.evaluation.intervals import FEW
 from fbt_jax.evaluation.per_pass import PassResults, together
 from fbt_jax.evaluation.report_figures import comparison_figures, of_passes
 from fbt_jax.evaluation.report_page import Block, Facts, Table, Text
-from fbt_jax.training.comparison import Comparison, compare, cumulative_flops
+from fbt_jax.training.comparison import Comparison, compare, cumulative_flops, fed_before
 from fbt_jax.training.metrics import Row, read_rows
 from fbt_jax.training.run_folder import Run, read_config
 from fbt_jax.training.scoring import Scored
@@ -83,7 +83,8 @@ def _loss_facts(
     elif validation:
         last = validation[-1]
         read = f'logged at step {last["step"]:,}, on {logged_on(config)}'
-        fed = any(row['token_passes'] > row['tokens'] for row in rows if row['split'] == 'train')
+        train = [row for row in rows if row['split'] == 'train']
+        fed = fed_before(config) or any(row['token_passes'] > row['tokens'] for row in train)
         shown = [k for k in (1, trained_passes) if f'loss_pass_{k}' in last and (k == 1 or fed)]
         losses = {k: _number(last[f'loss_pass_{k}']) for k in shown}
         bits = {k: _number(last[f'bits_per_byte_pass_{k}']) for k in shown if f'bits_per_byte_pass_{k}' in last}
