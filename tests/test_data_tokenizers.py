@@ -1,54 +1,34 @@
 """Tokenizers, built in and from files, against UTF-8 itself and what the three libraries say of the same files."""
 
-import base64
 import dataclasses
-import io
 import json
 import os
-import re
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from helpers_tokenizers import (
+    FILES,
+    PATTERN,
+    PLAIN,
+    TEXTS,
+    check,
+    edited,
+    fallback_file,
+    json_file,
+    lines,
+    model_file,
+    ranks,
+    tiktoken_file,
+)
+from tokenizers import decoders, normalizers
 
 from fbt_jax.config_data import DataConfig
 from fbt_jax.data import corpus
-from fbt_jax.data.tokenizer import BPE_VOCAB_SIZE, ByteTokenizer, Tokenizer, open_tokenizer, resolved, train_bpe
+from fbt_jax.data.tokenizer import BPE_VOCAB_SIZE, ByteTokenizer, open_tokenizer, resolved, train_bpe
 from fbt_jax.errors import UserError
-
-ODD_TEXTS = {
-    'empty': '',
-    'emoji': 'née☃ 👩\u200d👩\u200d👧 née 🇫🇷 naïve',
-    'combining marks': 'e\u0301 n\u0303a\u0308\u0323 \u1100\u1161\u11a8 ｆｕｌｌ ﬁ',
-    'nul': 'a\0b\0\0',
-    'controls': ''.join(map(chr, range(32))) + '\x7f\x80\x9f\ufeff\ufffd\uffff',
-    'specials spelt out': '<|bos|>a<|eos|> <|bos|><|eos|> <s>b</s><unk><0x41> <|endoftext|>',
-    'spaces': '  a  \n\n\n\n \t\r\n b   ',
-    'windows newlines': 'It is\r\na truth\r\n\r\nuniversally\r',
-    'every two-byte character': ''.join(map(chr, range(0x800))),
-    'every lead byte': ''.join(map(chr, [*range(0x800, 0xD800, 0x100), *range(0xE000, 0x110000, 0x1000)])),
-    'prose': 'It is a truth universally acknowledged, that a single man...',
-}
-PATTERN = r'\s?\w+|\s?[^\s\w]+|\s+'
-
-
-def random_texts() -> list[str]:
-    """40 texts of 0 to 60 characters each, from ASCII to the end of Unicode."""
-    draws = np.random.default_rng(0)
-    tops = draws.choice([0x80, 0x500, 0xD800, 0x110000], (40, 60))
-    points = (draws.random((40, 60)) * tops).astype(int)
-    fine = (points < 0xD800) | (points > 0xDFFF)
-    fine &= points != 0x2581  # a space to SentencePiece
-    return [''.join(map(chr, p[f][: draws.integers(61)])) for p, f in zip(points, fine, strict=True)]
-
-
-TEXTS = [*ODD_TEXTS.values(), *random_texts()]
 
 
 @pytest.fixture(scope='module')
@@ -62,92 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp('tokenizers')
 
 
-def json_file(path: Path, prose: list[str]) -> DataConfig:
-    """A byte-level BPE that would cut, pad and add BOS if it were let, with an added token that is no special one."""
-    bpe = tokenizers.Tokenizer.from_str(train_bpe(prose, 400))
-    bpe.add_tokens(['|||EMAIL|||', 'née☃'])
-    bpe.add_special_tokens(['<|im_start|>'])
-    bpe.post_processor = processors.TemplateProcessing(single='<|bos|> $A', special_tokens=[('<|bos|>', 0)])
-    bpe.enable_truncation(5)
-    bpe.enable_padding(length=9)
-    bpe.save(str(path))
-    return DataConfig(tokenizer=str(path))
-
-
-def fallback_file(path: Path, prose: list[str]) -> DataConfig:
-    """A BPE like Llama 2's: U+2581 for a space, characters it lacks as byte tokens."""
-    bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.normalizer = normalizers.Replace(' ', '\u2581')
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='never')
-    bpe.train_from_iterator(prose, trainers.BpeTrainer(vocab_size=200, show_progress=False))
-    told = json.loads(bpe.to_str())['model']
-    names = ['<unk>', '<s>', '</s>', *(f'<0x{b:02X}>' for b in range(256)), *told['vocab']]
-    vocab = {name: i for i, name in enumerate(names)}
-    merges = [tuple(pair) for pair in told['merges']]
-    whole = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token='<unk>', fuse_unk=True, byte_fallback=True))
-    whole.normalizer = bpe.normalizer
-    whole.decoder = decoders.Sequence([decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse()])
-    whole.add_special_tokens(['<unk>', '<s>', '</s>'])
-    whole.save(str(path))
-    return DataConfig(tokenizer=str(path), bos='<s>', eos='</s>')
-
-
-def model_file(path: Path, prose: list[str], **options: Any) -> DataConfig:
-    library = pytest.importorskip('sentencepiece')
-    written = io.BytesIO()
-    options = {'add_dummy_prefix': False, 'byte_fallback': True, 'normalization_rule_name': 'identity'} | options
-    library.SentencePieceTrainer.train(
-        sentence_iterator=iter(prose),
-        model_writer=written,
-        vocab_size=450,
-        remove_extra_whitespaces=False,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **options,
-    )
-    path.write_bytes(written.getvalue())
-    return DataConfig(tokenizer=str(path))
-
-
-def ranks(*, skip: int = 0) -> dict[bytes, int]:
-    """Each byte and a few merges; `skip` leaves out that many ranks in between."""
-    merges = [b'th', b'the', b' the', b'in', b'ing', b'\r\n', 'é'.encode(), '👩'.encode()[:2], '👩'.encode()[:3]]
-    return {bytes([b]): b for b in range(256)} | {token: 256 + skip + i for i, token in enumerate(merges)}
-
-
-def lines(table: dict[bytes, int]) -> str:
-    return ''.join(f'{base64.b64encode(token).decode()} {rank}\n' for token, rank in table.items())
-
-
-def tiktoken_file(path: Path, _: list[str], **changes: str) -> DataConfig:
-    pytest.importorskip('tiktoken')
-    path.write_text(lines(ranks(skip=10)))
-    return DataConfig(tokenizer=str(path), **{'tokenizer_pattern': PATTERN, 'bos': '<s>', 'eos': '</s>'} | changes)
-
-
-FILES: dict[str, Callable[[Path, list[str]], DataConfig]] = {
-    'tokenizer.json': json_file,
-    'fallback.json': fallback_file,
-    'unigram.model': model_file,
-    'bpe.model': lambda path, prose: model_file(path, prose, model_type='bpe'),
-    'ranks.tiktoken': tiktoken_file,
-}
-
-
 @pytest.fixture(scope='module', params=['bytes', 'bpe', *FILES])
 def data(request: pytest.FixtureRequest, folder: Path, prose: list[str]) -> DataConfig:
     name = request.param
     return FILES[name](folder / name, prose) if name in FILES else DataConfig(tokenizer=name)
-
-
-def check(encoding: Tokenizer, texts: list[str]) -> None:
-    """No byte of any text is lost, none is counted twice, and the ids are in range and none of them BOS or EOS."""
-    for text, ids in zip(texts, encoding.encode_batch(texts), strict=True):
-        assert ids.dtype == np.uint32
-        assert encoding.token_bytes[ids].sum() == len(text.encode()), text
-        assert encoding.decode(ids) == text
-        assert not {encoding.bos_id, encoding.eos_id} & set(ids.tolist())
-        assert (ids < encoding.vocab_size).all()
 
 
 def test_any_text_survives_and_its_bytes_are_counted(data):
@@ -242,9 +140,6 @@ def test_the_shipped_bpe_is_what_training_on_the_training_split_gives(tmp_path):
     assert shipped.file is None
     text = corpus.split().validation[0]
     assert len(shipped.encode(text)) < len(text) / 3
-
-
-PLAIN = [text for text in TEXTS if '<|' not in text]  # those that spell no special token
 
 
 @pytest.mark.parametrize('name', ['tokenizer.json', 'fallback.json'])
@@ -358,33 +253,6 @@ def test_fingerprints_differ_with_all_that_decides_the_encoding(tmp_path, prose)
     assert open_tokenizer(dataclasses.replace(some, bos='<|bos|>')).fingerprint == open_tokenizer(some).fingerprint
 
 
-def edited(change: Callable[[dict[str, Any]], Any]) -> str:
-    """A small tokenizer.json after `change` of what it says."""
-    told = json.loads(train_bpe(['some text'], 300))
-    change(told)
-    return json.dumps(told)
-
-
-def without_special_tokens(told: dict[str, Any]) -> None:
-    told['added_tokens'] = []
-
-
-def without_a_byte(told: dict[str, Any]) -> None:
-    told['model']['vocab']['no byte'] = told['model']['vocab'].pop('é')
-
-
-def without_control_characters(told: dict[str, Any]) -> None:
-    """As SmolLM2's: 0x04 is spelt U+0104, 0xF1 itself."""
-    for character in '\u0104\xf1':
-        told['model']['vocab'][f'no {character}'] = told['model']['vocab'].pop(character)
-
-
-def takes_words_whole(told: dict[str, Any]) -> None:
-    """The model finds BOS in its own vocabulary, without a merge."""
-    told['model']['ignore_merges'] = True
-    told['pre_tokenizer']['use_regex'] = False
-
-
 def test_vocab_size_is_the_largest_id_and_one(tmp_path):
     # The first of the bytes moves from id 2, after BOS and EOS, far up.
     (tmp_path / 'a.json').write_text(edited(lambda told: told['model']['vocab'].update({'!': 5000})))
@@ -392,127 +260,6 @@ def test_vocab_size_is_the_largest_id_and_one(tmp_path):
     assert (encoding.vocab_size, encoding.encode('!')) == (5001, [5000])
     assert encoding.token_bytes.nonzero()[0][[0, -1]].tolist() == [3, 5000]
     check(encoding, TEXTS)
-
-
-REFUSED: dict[str, tuple[str, str, dict[str, str], str]] = {
-    'missing': (
-        '',
-        '',
-        {'tokenizer': '/nowhere/a.json'},
-        r"data\.tokenizer = '/nowhere/a\.json': No such file or directory",
-    ),
-    'empty': ('a.model', '', {}, r"data\.tokenizer = '.*a\.model': the file is empty"),
-    'no json': ('a.json', 'words', {}, r"data\.tokenizer = '.*a\.json': no tokenizer\.json: .*"),
-    'other json': ('a.json', '{"bos_token": "<s>"}', {}, r"data\.tokenizer = '.*a\.json': no tokenizer\.json: .*"),
-    'no model': ('a.model', 'words', {}, r"data\.tokenizer = '.*a\.model': no SentencePiece model: .*"),
-    'no ranks': ('a.tiktoken', 'IQ== 0\nwords', {}, r"data\.tokenizer = '.*': lines must be a token in base64 and .*"),
-    'no base64': ('a.tiktoken', '*** 0', {}, r"data\.tokenizer = '.*': lines must be a token in base64 and its rank.*"),
-    'few bytes': ('a.tiktoken', 'IQ== 0', {}, r"data\.tokenizer = '.*': loses text: lacks 255 single bytes, 0 for one"),
-    'one rank for all': (
-        'a.tiktoken',
-        lines(dict.fromkeys(ranks(), 7)),
-        {},
-        r'.*its ranks must be different numbers.*',
-    ),
-    'negative rank': (
-        'a.tiktoken',
-        lines(ranks() | {b'aa': -1}),
-        {},
-        r'.*its ranks must be different numbers in 0.*',
-    ),
-    'enormous rank': (
-        'a.tiktoken',
-        lines(ranks() | {b'aa': 10**12}),
-        {},
-        r'.*its ranks must be different numbers in 0.*',
-    ),
-    'no expression': (
-        'a.tiktoken',
-        lines(ranks()),
-        {'tokenizer_pattern': '(a'},
-        r"data\.tokenizer_pattern = '\(a': no regular expression: .*",
-    ),
-    'words only': (
-        'a.tiktoken',
-        lines(ranks()),
-        {'tokenizer_pattern': r'\w+'},
-        r"data\.tokenizer_pattern = '\\\\w\+': loses text: every character must belong to a match",
-    ),
-    'no bos': ('a.tiktoken', lines(ranks()), {'bos': ''}, r"data\.bos = '': .*a\.tiktoken names no tokens: give .*"),
-    'no eos': ('a.tiktoken', lines(ranks()), {'eos': ''}, r"data\.eos = '': .*a\.tiktoken names no tokens: give .*"),
-    'misnamed': (
-        'a.json',
-        train_bpe(['some text'], 300),
-        {'eos': '<|end|>'},
-        r"data\.eos = '<\|end\|>': set .* of .*a\.json, which has <\|bos\|>, <\|eos\|>",
-    ),
-    'a word as bos': ('a.json', train_bpe(['some text'], 300), {'bos': 'e'}, r"data\.bos = 'e': set data\.bos and .*"),
-    'none declared': ('a.json', edited(without_special_tokens), {}, r"data\.bos = '': set data\.bos .* which has none"),
-    'bos from text': (
-        'a.json',
-        edited(takes_words_whole),
-        {},
-        r"data\.bos = '<\|bos\|>': .* encodes text as this token",
-    ),
-    'dropout': ('a.json', edited(lambda told: told['model'].update(dropout=0.1)), {}, r'.* has a dropout, .*'),
-    'a byte short': ('a.json', edited(without_a_byte), {}, r'.*: loses text: lacks 1 single bytes, 233 for one'),
-    'characters': (
-        'a.json',
-        edited(lambda told: told.update(pre_tokenizer=None, decoder=None)),
-        {},
-        r'.*: loses text: must be byte-level or fall back to bytes',
-    ),
-}
-
-
-@pytest.mark.parametrize(('name', 'content', 'changes', 'message'), REFUSED.values(), ids=REFUSED)
-def test_wrong_files_and_names_are_refused_in_one_line(name, content, changes, message, tmp_path):
-    if name.endswith(('.model', '.tiktoken')):
-        pytest.importorskip({'.model': 'sentencepiece', '.tiktoken': 'tiktoken'}[Path(name).suffix])
-    if name:
-        (tmp_path / name).write_text(content)
-    words = {'tokenizer_pattern': PATTERN, 'bos': '<s>', 'eos': '</s>'} if name.endswith('.tiktoken') else {}
-    with pytest.raises(UserError) as caught:
-        open_tokenizer(DataConfig(**{'tokenizer': f'{tmp_path}/{name}'} | words | changes))
-    assert re.fullmatch(message, str(caught.value)), str(caught.value)
-    assert '\n' not in str(caught.value)
-
-
-def test_a_model_made_without_bos_needs_a_name(tmp_path, prose):
-    data = model_file(tmp_path / 'a.model', prose, bos_id=-1, control_symbols=['<|start|>'])
-    with pytest.raises(UserError, match=r"^data\.bos = '': set .*/a\.model, which has <\|start\|>, </s>$"):
-        open_tokenizer(data)
-    encoding = open_tokenizer(dataclasses.replace(data, bos='<|start|>'))
-    check(encoding, ['<|start|>a', *TEXTS])
-
-
-def test_a_broken_file_beside_a_json_is_told(tmp_path, prose):
-    data = json_file(tmp_path / 'tokenizer.json', prose)
-    for broken in ('{', '[]', '{"bos_token": 3}', '{"bos_token": {"id": 3}}'):
-        (tmp_path / 'tokenizer_config.json').write_text(broken)
-        with pytest.raises(UserError, match=r'tokenizer_config\.json beside it is broken .*: set data\.bos'):
-            open_tokenizer(data)
-    open_tokenizer(dataclasses.replace(data, bos='<|bos|>', eos='<|eos|>'))
-
-
-@pytest.mark.parametrize(('name', 'library'), [('a.model', 'sentencepiece'), ('a.tiktoken', 'tiktoken')])
-def test_a_missing_library_is_told(name, library, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, library, None)
-    (tmp_path / name).write_text('words')
-    words = {'tokenizer_pattern': PATTERN, 'bos': '<s>', 'eos': '</s>'} if library == 'tiktoken' else {}
-    with pytest.raises(UserError, match=rf"{name}': needs {library}: pip install 'fbt-jax\[tokenizers\]'$"):
-        open_tokenizer(DataConfig(tokenizer=f'{tmp_path}/{name}', **words))
-
-
-def test_bytes_that_no_text_needs_may_be_missing(tmp_path):
-    """As in SmolLM2's tokenizer, which lacks 0x04 and 0xF1 among others: it loses what holds them, and only that."""
-    path = tmp_path / 'a.json'
-    path.write_text(edited(without_control_characters))
-    encoding = open_tokenizer(DataConfig(tokenizer=str(path)))
-    check(encoding, ['It is a truth', ' \t\n\r\x0cé\U0001f469'])
-    lost = 'a\x04b\U00040000c'  # the first byte of U+40000 is 0xF1
-    assert encoding.decode(encoding.encode(lost)).startswith('ab')
-    assert sum(encoding.token_bytes[encoding.encode(lost)]) == len(lost.encode()) - 2
 
 
 OLMO2 = Path(os.environ.get('FBT_MATERIALS', '/no/materials')).absolute() / 'olmo2_tokenizer.json'
