@@ -1,6 +1,9 @@
 """A page with every kind of block and figure that `fbt report` makes, of invented numbers, for tests of the page."""
 
+import json
 import math
+import re
+from html import unescape
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,3 +107,13 @@ SECTIONS = _sections()
 
 def make_page() -> str:
     return page(title='a run: a report', subtitle='runs/a, step 100', sections=SECTIONS)
+
+
+def figures_in(html: str) -> dict[str, Any]:
+    """The figures' data by name, as the page's script reads them."""
+    [text] = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', html, re.DOTALL)
+    return {figure['name']: figure for figure in json.loads(text)}
+
+
+def text_of(html: str) -> str:
+    return unescape(re.sub(r'<[^>]*>', ' ', re.sub(r'<(script|style).*?</\1>', '', html, flags=re.DOTALL)))
