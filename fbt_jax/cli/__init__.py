@@ -1,7 +1,8 @@
 """The `fbt` command: one verb a module, each with `HELP`, `add_arguments(parser)` and `run(args, rest) -> exit status`.
 
 Exit status: 0 the work is done, 1 it failed, 2 the user's mistake (one line on stderr), 143, 130 or 129 ended by a
-signal after saving or cleaning up, 141 nobody reads what it prints. Verbs import what they need when they run, so that `fbt --help` comes back at once.
+signal after saving or cleaning up, 141 nobody reads what it prints. Verbs import what they need when they run, so that
+`fbt --help` comes back at once.
 """
 
 import argparse
